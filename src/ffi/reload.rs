@@ -439,7 +439,7 @@ pub struct llama_sidecar_report_file {
     pub struct_size: usize,
     /// Path of the file. Valid until the report is freed, as is the reason.
     pub path: *const c_char,
-    /// Why the file was skipped; empty otherwise.
+    /// Why the file was skipped, or what of it needs a new start of the program; empty otherwise.
     pub reason: *const c_char,
     /// Outcome for the file.
     pub event: llama_sidecar_file_event,

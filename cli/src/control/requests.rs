@@ -15,8 +15,8 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use sidecar_core::config::{Config, Variable};
 use sidecar_core::protocol::{
-    self, Hashes, LayerMask, Metrics, ModelReload, ReloadReport, Reloads, Reply, Request, Round,
-    Status, TensorState, Traces,
+    self, FileStatus, Hashes, LayerMask, Metrics, ModelReload, ReloadReport, Reloads, Reply,
+    Request, Round, Status, TensorState, Traces,
 };
 use sidecar_core::trace::{from_json, to_text};
 use sidecar_core::{summary, text};
@@ -418,6 +418,7 @@ fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
                 blocked.seconds, blocked.attempts, blocked.error
             )?;
         }
+        print_files(out, &model.noted)?;
         for (buffer, bytes) in &model.loaded_bytes {
             writeln!(out, "  {bytes} bytes were loaded into {buffer}")?;
         }
@@ -526,16 +527,7 @@ fn print_report(out: &mut impl Write, report: &ReloadReport) -> Result<()> {
     if let Some(failure) = &report.failure {
         writeln!(out, "  incomplete: {failure}")?;
     }
-    for file in &report.files {
-        let colon = if file.reason.is_empty() { "" } else { ": " };
-        writeln!(
-            out,
-            "  {} {}{colon}{}",
-            file.event.name(),
-            file.path,
-            file.reason
-        )?;
-    }
+    print_files(out, &report.files)?;
     for tensor in &report.tensors {
         writeln!(
             out,
@@ -546,6 +538,20 @@ fn print_report(out: &mut impl Write, report: &ReloadReport) -> Result<()> {
             tensor.new_type,
             tensor.place,
             tensor.reason,
+        )?;
+    }
+    Ok(())
+}
+
+fn print_files(out: &mut impl Write, files: &[FileStatus]) -> Result<()> {
+    for file in files {
+        let colon = if file.reason.is_empty() { "" } else { ": " };
+        writeln!(
+            out,
+            "  {} {}{colon}{}",
+            file.event.name(),
+            file.path,
+            file.reason
         )?;
     }
     Ok(())

@@ -8,8 +8,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use regex::Regex;
-use sidecar_core::gguf::{Access, GgufFile, NamePattern, TensorInfo, open_model};
+use sidecar_core::gguf::{Access, GgufFile, NamePattern, TensorInfo, group, open_model};
 use sidecar_core::protocol::{Request, Status};
+use sidecar_core::reload::LoadedModel;
 use sidecar_core::text;
 use tempfile::TempDir;
 
@@ -161,9 +162,12 @@ impl Wanted<'_> {
         Ok(Wanted { regex, whole })
     }
 
+    /// Whether a tensor, or one that it is used with, is wanted.
     fn has(&self, name: &CStr) -> bool {
         let whole = self.whole.as_ref();
-        whole.is_none_or(|whole| whole.matches(name))
+        whole.is_none_or(|whole| {
+            whole.matches(name) || group(name).any(|other| whole.matches(&other))
+        })
     }
 
     /// Positions of the tensors of a file.
@@ -231,7 +235,10 @@ fn swap(path: &Path, options: &SwapOptions, source: Option<&Source>) -> Result<b
     let sources = sources.transpose()?;
     let mut plan = Plan::default();
     match &sources {
-        Some(sources) => plan_swap(&mut plan, &files, sources, &wanted)?,
+        Some(sources) => {
+            let named = options.from.as_deref().unwrap_or(path);
+            plan_swap(&mut plan, &files, sources, named, &wanted)?;
+        }
         None => plan_restore(&mut plan, &files, &wanted)?,
     }
     if let (0, Some(regex)) = (plan.named, wanted.regex) {
@@ -261,8 +268,10 @@ fn plan_swap<'a>(
     plan: &mut Plan<'a>,
     files: &[Known<'a>],
     sources: &'a [GgufFile],
+    from: &Path,
     wanted: &Wanted<'_>,
 ) -> Result<()> {
+    let model = LoadedModel::of(files.iter().map(|((file, _), _)| *file));
     let mut by_name: HashMap<&CStr, (&'a GgufFile, &'a TensorInfo)> = HashMap::new();
     for file in sources {
         for info in &file.header.tensors {
@@ -276,22 +285,10 @@ fn plan_swap<'a>(
             plan.named += 1;
             let info = &file.header.tensors[at];
             let name = file.header.name(info);
-            let text = name.to_string_lossy();
-            let Some(&(from, new)) = by_name.get(name) else {
-                let first = sources.first().map(|file| file.source.path());
-                bail!(
-                    "'{text}' is not in {}: pass another version of the same model to --from",
-                    first.unwrap_or(Path::new("the other model")).display()
-                );
-            };
-            ensure!(
-                new.ne == info.ne,
-                "'{text}' is {:?} in {} and {:?} in {}: tensors of another shape cannot be swapped",
-                info.ne,
-                file.source.path().display(),
-                new.ne,
-                from.source.path().display()
-            );
+            if let Some(misfit) = model.misfit(sources, from, name, &info.ne) {
+                bail!(misfit);
+            }
+            let &(from, new) = by_name.get(name).context("a tensor that fits is there")?;
             let hash = hash_of(from, new)?;
             let new = Part {
                 file: from,

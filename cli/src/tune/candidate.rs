@@ -1,7 +1,7 @@
 //! Candidates for the tensors: a type, or another file of the same model.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 use ggml_quantize::rules;
@@ -77,10 +77,10 @@ impl Candidate {
         counts.into_iter().map(line).collect()
     }
 
-    /// Returns what each tensor becomes. `has_matrix` is whether the importance matrix has data for
-    /// a tensor.
+    /// Returns what each tensor of a model becomes. `matrix` is the importance matrix.
     pub fn outcomes(
         &self,
+        of: &Model,
         tensors: &[Tensor<'_>],
         matrix: Option<&Matrix>,
     ) -> Result<Vec<Outcome>> {
@@ -90,11 +90,12 @@ impl Candidate {
                 tensors.iter().map(of).collect()
             }
             Origin::Files(model) => {
-                let all = model.tensors();
-                let by_name: BTreeMap<&str, &Tensor<'_>> =
-                    all.iter().map(|tensor| (tensor.name, tensor)).collect();
-                let of = |tensor: &Tensor<'_>| outcome_of_file(&model.path, &by_name, tensor);
-                tensors.iter().map(of).collect()
+                let found = model.same_tensors(of, tensors)?;
+                let outcome = |found: &Tensor<'_>| Outcome {
+                    ty: found.info.ty,
+                    bytes: found.info.nbytes,
+                };
+                Ok(found.iter().map(outcome).collect())
             }
         }
     }
@@ -132,30 +133,6 @@ fn outcome_of_type(
     Ok(Outcome {
         ty,
         bytes: bytes.with_context(|| format!("'{}' is too large", tensor.name))?,
-    })
-}
-
-fn outcome_of_file(
-    path: &Path,
-    by_name: &BTreeMap<&str, &Tensor<'_>>,
-    tensor: &Tensor<'_>,
-) -> Result<Outcome> {
-    let found = by_name.get(tensor.name).with_context(|| {
-        format!(
-            "'{}' is not in {}: pass another version of the same model",
-            tensor.name,
-            path.display()
-        )
-    })?;
-    ensure!(
-        found.info.ne == tensor.info.ne,
-        "'{}' has another shape in {}: pass another version of the same model",
-        tensor.name,
-        path.display()
-    );
-    Ok(Outcome {
-        ty: found.info.ty,
-        bytes: found.info.nbytes,
     })
 }
 

@@ -45,12 +45,15 @@ impl Quantizer<'_> {
         for (tensor, outcome) in tensors.iter().zip(outcomes) {
             key += &format!(" {} {}", tensor.name, outcome.ty.name());
         }
+        for companion in self.source.companions(tensors) {
+            key += &format!(" {}", companion.name);
+        }
         let hash = hash_bytes(key.as_bytes());
         self.folder.join(format!("{name}-{hash:032x}.gguf"))
     }
 
-    /// Quantises tensors of the source and returns the file that has them. An existing file is
-    /// used.
+    /// Quantises tensors of the source and returns the file that has them, with their scales. An
+    /// existing file is used.
     pub fn make(
         &self,
         name: &str,
@@ -64,11 +67,18 @@ impl Quantizer<'_> {
             bar.inc(total);
             return Ok(path);
         }
+        let companions = self.source.companions(tensors);
+        let of_companions = companions.iter().map(|tensor| Outcome {
+            ty: tensor.info.ty,
+            bytes: tensor.info.nbytes,
+        });
+        let outcomes: Vec<Outcome> = outcomes.iter().copied().chain(of_companions).collect();
+        let tensors: Vec<Tensor<'_>> = tensors.iter().copied().chain(companions).collect();
         let explain = || format!("cannot quantise to {name} in {}", self.folder.display());
         fs::create_dir_all(self.folder).with_context(explain)?;
         let mut header = HeaderWriter::new(ALIGNMENT);
         header.value("general.architecture", self.source.architecture.as_str());
-        for (tensor, outcome) in tensors.iter().zip(outcomes) {
+        for (tensor, outcome) in tensors.iter().zip(&outcomes) {
             let extents = &tensor.info.ne[..tensor.info.n_dims as usize];
             header.tensor(
                 tensor.name.as_bytes(),
@@ -84,7 +94,7 @@ impl Quantizer<'_> {
         let file = files::beside(&path).with_context(explain)?;
         let mut out = BufWriter::new(file.as_file());
         out.write_all(&header.finish()).with_context(explain)?;
-        for (tensor, outcome) in tensors.iter().zip(outcomes) {
+        for (tensor, outcome) in tensors.iter().zip(&outcomes) {
             self.quantize(tensor, outcome, &mut out).with_context(|| {
                 format!("cannot quantise '{}' to {}", tensor.name, outcome.ty.name())
             })?;

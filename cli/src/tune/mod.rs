@@ -51,7 +51,7 @@ use groups::By;
 use identity::Identities;
 use imatrix::Matrix;
 use kept::Quantizer;
-use model::{Model, Tensor};
+use model::Model;
 use record::{BASE_LOGITS, Record, make_folder};
 use results::{Goal, Results};
 pub use sweep::ggml_library;
@@ -178,14 +178,14 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
         );
     }
     let tensors = model.computed(model.quantizable(options.only.as_ref())?)?;
-    let sources = same_in(source, &tensors)?;
+    let sources = source.same_tensors(&model, &tensors)?;
     let groups = match options.group.is_empty() {
         true => groups::by(&tensors, options.by),
         false => groups::by_regex(&tensors, &options.group)?,
     };
     let outcomes = candidates
         .iter()
-        .map(|candidate| candidate.outcomes(&sources, matrix.as_ref()));
+        .map(|candidate| candidate.outcomes(&model, &sources, matrix.as_ref()));
     let outcomes: Vec<_> = outcomes.collect::<Result<_>>()?;
 
     let base = options.base.as_deref().map(Base::read).transpose()?;
@@ -329,7 +329,7 @@ pub fn quantize(
         matches!(candidate.origin, Origin::Type(_)),
         "'{ty}' is a file, expected a type such as q4_K: pass the file to --from"
     );
-    let outcomes = candidate.outcomes(&tensors, matrix.as_ref())?;
+    let outcomes = candidate.outcomes(&model, &tensors, matrix.as_ref())?;
     for line in candidate.fallbacks(&outcomes) {
         eprintln!("llama-sidecar: {line}");
     }
@@ -351,25 +351,6 @@ pub fn quantize(
 
 fn processors() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
-}
-
-/// Returns the tensors of a source with the same names.
-fn same_in<'a>(source: &'a Model, tensors: &[Tensor<'_>]) -> Result<Vec<Tensor<'a>>> {
-    let all = source.tensors();
-    let by_name: BTreeMap<&str, &Tensor<'_>> =
-        all.iter().map(|tensor| (tensor.name, tensor)).collect();
-    let find = |tensor: &Tensor<'_>| {
-        let found = by_name.get(tensor.name);
-        let found = found.filter(|found| found.info.ne == tensor.info.ne);
-        found.map(|found| **found).with_context(|| {
-            format!(
-                "{} has no tensor '{}' of the same shape: pass a better version of the same model to --reference",
-                source.path.display(),
-                tensor.name
-            )
-        })
-    };
-    tensors.iter().map(find).collect()
 }
 
 /// A work folder that is removed unless it is used: this process made it, and has its lock.

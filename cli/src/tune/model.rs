@@ -1,13 +1,15 @@
 //! A model's tensors, in the order in which `llama-quantize` writes them.
 
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::CString;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use ggml_quantize::{Shape, rules};
 use regex::Regex;
 use sidecar_core::experts::Routing;
-use sidecar_core::gguf::{Access, GgufFile, TensorInfo, Value, open_model};
-use sidecar_core::reload::{Hash, hash_bytes, hash_source};
+use sidecar_core::gguf::{Access, GgufFile, TensorInfo, Value, companions, open_model};
+use sidecar_core::reload::{Hash, LoadedModel, hash_bytes, hash_source};
 
 use crate::output::progress;
 
@@ -105,6 +107,47 @@ impl Model {
         Ok(tensors)
     }
 
+    fn by_name(&self) -> BTreeMap<&str, Tensor<'_>> {
+        self.tensors().into_iter().map(|of| (of.name, of)).collect()
+    }
+
+    /// Returns the tensors that have the names of tensors of another version of the model. Their
+    /// scales must be the same: a list of types has one for both.
+    pub fn same_tensors(&self, model: &Model, tensors: &[Tensor<'_>]) -> Result<Vec<Tensor<'_>>> {
+        let loaded = LoadedModel::of(model.files.iter());
+        let (own, theirs) = (self.by_name(), model.by_name());
+        let find = |tensor: &Tensor<'_>| {
+            let name = tensor.file.header.name(tensor.info);
+            if let Some(misfit) = loaded.misfit(&self.files, &self.path, name, &tensor.info.ne) {
+                bail!(misfit);
+            }
+            for companion in companions(name) {
+                let companion = companion.to_string_lossy();
+                let hash = |of: Option<&Tensor<'_>>| of.map(Tensor::hash).transpose();
+                ensure!(
+                    hash(own.get(&*companion))? == hash(theirs.get(&*companion))?,
+                    "{}: '{companion}', which is used with '{}', has other values in {}: pass a version of the model with the same scales",
+                    self.path.display(),
+                    tensor.name,
+                    model.path.display()
+                );
+            }
+            own.get(tensor.name)
+                .copied()
+                .context("a tensor that fits is there")
+        };
+        tensors.iter().map(find).collect()
+    }
+
+    /// Returns the scales that belong to these tensors.
+    pub fn companions(&self, tensors: &[Tensor<'_>]) -> Vec<Tensor<'_>> {
+        let names = tensors.iter().map(|of| of.file.header.name(of.info));
+        let names: BTreeSet<CString> = names.flat_map(companions).collect();
+        let mut all = self.tensors();
+        all.retain(|of| names.contains(of.file.header.name(of.info)));
+        all
+    }
+
     /// Returns whether `llama-quantize` quantises a tensor.
     pub fn is_quantizable(&self, tensor: &Tensor<'_>) -> bool {
         self.why_kept(tensor).is_none()
@@ -154,6 +197,14 @@ impl<'a> Tensor<'a> {
         file.header.tensors.iter().filter_map(with_name)
     }
 
+    /// Returns a hash of its type and bytes.
+    fn hash(&self) -> Result<(u32, Hash)> {
+        let source = &self.file.source;
+        let hash = hash_source(source, self.info.offset, self.info.nbytes);
+        let hash = hash.with_context(|| format!("cannot read {}", source.path().display()))?;
+        Ok((self.info.ty.id, hash))
+    }
+
     /// Returns the extents of the tensor; `None` if they exceed the address space.
     pub fn shape(&self) -> Option<Shape> {
         let [row, rows, matrices, more] = self.info.ne;
@@ -191,6 +242,35 @@ fn text(file: &GgufFile, key: &str) -> Result<String> {
 mod tests {
     use super::*;
     use testkit::writer::{F16, F32, Gguf};
+
+    #[test]
+    fn a_reference_has_the_scales_of_the_model_or_is_refused() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let open = |name: &str, scale: Option<u64>| {
+            let mut gguf = Gguf::default().tensor("blk.0.ffn_up.weight", &[64, 8], F16, 1);
+            if let Some(seed) = scale {
+                gguf = gguf.tensor("blk.0.ffn_up.scale", &[1], F32, seed);
+            }
+            let path = folder.path().join(name);
+            gguf.write(&path).expect("a model");
+            Model::open(&path).expect("a model")
+        };
+        let model = open("model.gguf", Some(1));
+        let tensors = model.quantizable(None).expect("a weight");
+        assert_eq!(model.companions(&tensors).len(), 1);
+        let refused = |reference: Model, with: &str| {
+            let same = reference.same_tensors(&model, &tensors);
+            let error = same.err().expect("other scales").to_string();
+            assert!(error.contains(with), "{error}");
+        };
+        refused(open("plain.gguf", None), "has no such tensor");
+        refused(open("other.gguf", Some(2)), "'blk.0.ffn_up.scale'");
+        let same = open("same.gguf", Some(1));
+        let found = same
+            .same_tensors(&model, &tensors)
+            .expect("the same scales");
+        assert_eq!(found[0].name, "blk.0.ffn_up.weight");
+    }
 
     #[test]
     fn the_reason_why_no_tensor_is_quantised_is_named() {

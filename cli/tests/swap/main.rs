@@ -248,11 +248,11 @@ fn swap_errors_are_one_sentence_and_change_no_file() {
             "--from",
             &shape,
         ],
-        &["[64, 7, 1, 1]", "[64, 8, 1, 1]", "cannot be swapped"],
+        &["[64, 7, 1, 1]", "[64, 8, 1, 1]", "the model needs"],
     );
     fails(
         &[&it.model, "--tensor", "blk.1.*", "--from", &shape],
-        &["'blk.1.ffn_down.weight' is not in"],
+        &["has no tensor 'blk.1.ffn_down.weight'"],
     );
     fails(
         &[&it.model, "--tensor", "ffn_down", "--from", &it.other],
@@ -271,6 +271,41 @@ fn swap_errors_are_one_sentence_and_change_no_file() {
         &["none.gguf: cannot open it: No such file or directory (os error 2)"],
     );
     assert_eq!(bytes(&it.model), before);
+}
+
+#[test]
+fn a_weight_is_swapped_and_restored_with_its_scale_or_not_at_all() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let name = "blk.0.ffn_up.weight";
+    let write = |file: &str, seed: u64, scale: Option<f32>| {
+        let mut gguf = Gguf::default().tensor(name, &[64, 8], Q8_0, seed);
+        if let Some(scale) = scale {
+            gguf = gguf.tensor("blk.0.ffn_up.scale", &[1], F32, 9);
+            gguf.tensors[1].data = scale.to_le_bytes().to_vec();
+        }
+        let path = folder.path().join(file);
+        gguf.write(&path).expect("a file");
+        path.display().to_string()
+    };
+    let model = write("model.gguf", 1, Some(0.5));
+    let (plain, scaled) = (
+        write("plain.gguf", 2, None),
+        write("scaled.gguf", 2, Some(0.25)),
+    );
+    let (before, after) = (bytes(&model), bytes(&scaled));
+    fails(
+        &[&model, "--tensor", name, "--from", &plain],
+        &["'blk.0.ffn_up.weight' is used with 'blk.0.ffn_up.scale' in the model"],
+    );
+    fails(
+        &[&plain, "--tensor", name, "--from", &model],
+        &["and the model has no such tensor"],
+    );
+    assert_eq!(bytes(&model), before);
+    succeeds(&[&model, "--tensor", name, "--from", &scaled]);
+    assert_eq!(bytes(&model), after);
+    succeeds(&[&model, "--restore", "--tensor", name]);
+    assert_eq!(bytes(&model), before);
 }
 
 /// Checks the features that this package enables, if it is built alone: in a build of the

@@ -301,7 +301,7 @@ pub struct GgufFile {
     /// The file.
     pub source: Source,
     /// The parsed header.
-    pub header: Header,
+    pub header: Arc<Header>,
 }
 
 impl GgufFile {
@@ -325,6 +325,7 @@ impl GgufFile {
             None => read_header(&source)?,
         };
         header.check_data(source.id.size).map_err(malformed)?;
+        let header = Arc::new(header);
         Ok(GgufFile { source, header })
     }
 
@@ -350,6 +351,35 @@ impl GgufFile {
                 let texts = (from..to).map(|at| strings.get(at).ok_or_else(changed));
                 texts.map(|text| Ok(Value::Text(text?.to_vec()))).collect()
             }
+        }
+    }
+
+    /// Returns a value for a message: at most 60 characters, and eight elements of an array.
+    pub fn shown(&self, key: &KeyValue) -> String {
+        const ELEMENTS: u64 = 8;
+        const CHARACTERS: usize = 60;
+        let text = match (key.array, key.ty.fixed_size()) {
+            (false, Some(_)) => self.value(key).map(|value| value.to_string()),
+            (false, None) => {
+                let start = KeyValue {
+                    len: key.len.min(1 << 10),
+                    ..key.clone()
+                };
+                self.value(&start).map(|value| value.to_string())
+            }
+            (true, None) => Ok(format!("{} texts", key.count)),
+            (true, Some(_)) => self.elements(key, 0, ELEMENTS).map(|first| {
+                let texts: Vec<String> = first.iter().map(Value::to_string).collect();
+                let more = if key.count > ELEMENTS { ", …" } else { "" };
+                format!("[{}{more}]", texts.join(", "))
+            }),
+        };
+        let text = text.unwrap_or_else(|error| error.to_string());
+        let mut shown = text.escape_debug();
+        let bounded: String = shown.by_ref().take(CHARACTERS).collect();
+        match shown.next() {
+            Some(_) => bounded + "…",
+            None => bounded,
         }
     }
 

@@ -1,8 +1,8 @@
 //! The header of a GGUF file: counts, key-values, tensor infos.
 //!
 //! One pass over the bytes checks everything that llama.cpp's reader checks (`gguf_init_from_file`
-//! in ggml's `gguf.cpp`) and records the positions. Values stay in the file: a vocabulary of
-//! 262,144 tokens costs one pass over its lengths and no allocation. The input is untrusted: every
+//! in ggml's `gguf.cpp`) and records the positions and a hash of each value. Values stay in the file:
+//! a vocabulary of 262,144 tokens costs one pass over its bytes and no allocation. The input is untrusted: every
 //! length is compared with the remaining bytes of the file before use, and allocations are bounded
 //! by the bytes already read.
 //!
@@ -16,6 +16,7 @@ use std::hash::BuildHasher;
 use gguf_write::ALIGNMENT_KEY;
 pub use gguf_write::DEFAULT_ALIGNMENT;
 use hashbrown::{DefaultHashBuilder, HashTable};
+use xxhash_rust::xxh3::xxh3_64;
 
 use super::cursor::Cursor;
 use super::error::{FormatError, ParseError};
@@ -206,6 +207,7 @@ fn key_value(cursor: &mut Cursor, index: u64) -> Result<KeyValue, ParseError> {
             }
         };
         let (scalar, len) = (KeyValue::inline(bytes), bytes.len() as u64);
+        let hash = xxh3_64(bytes);
         return Ok(KeyValue {
             name,
             ty,
@@ -214,6 +216,7 @@ fn key_value(cursor: &mut Cursor, index: u64) -> Result<KeyValue, ParseError> {
             offset,
             len,
             scalar,
+            hash,
         });
     }
 
@@ -247,6 +250,7 @@ fn key_value(cursor: &mut Cursor, index: u64) -> Result<KeyValue, ParseError> {
         offset,
         len: cursor.at as u64 - offset,
         scalar: 0,
+        hash: xxh3_64(&cursor.bytes[offset as usize..cursor.at]),
     })
 }
 

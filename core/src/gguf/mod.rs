@@ -38,13 +38,16 @@
 //! | `error`, `names` | errors of the parser; the names of tensors, with an index |
 //! | `tensor`, `scales` | the description of a tensor; the scales in the blocks of each type |
 //! | `types`, `value`, `pattern` | the table of types; metadata values; expressions for names of tensors |
+//! | `purpose`, `companions` | what llama.cpp uses a metadata key for; tensors that belong to a weight |
 
+mod companions;
 mod cursor;
 mod error;
 mod file;
 mod header;
 mod names;
 mod pattern;
+mod purpose;
 mod scales;
 mod shards;
 mod tensor;
@@ -52,10 +55,12 @@ mod types;
 mod value;
 mod write;
 
+pub use companions::{companions, group};
 pub use error::{FormatError, ParseError};
 pub use file::{Access, FileId, GgufFile, OpenError, Source};
 pub use header::{DEFAULT_ALIGNMENT, Header};
 pub use pattern::NamePattern;
+pub use purpose::{Purpose, places_elements};
 pub use scales::{ScaleClass, ScaleFormat};
 pub use shards::{new_paths, open_model, shard_name};
 pub use tensor::{TensorInfo, strides};

@@ -22,12 +22,20 @@ pub struct KeyValue {
     pub len: u64,
     /// The little-endian bits of a value of at most 8 bytes that is not an array.
     pub(super) scalar: u64,
+    /// A hash of the bytes of the value.
+    pub(super) hash: u64,
 }
 
 impl KeyValue {
     /// Returns the name for messages.
     pub fn name_lossy(&self) -> String {
         String::from_utf8_lossy(&self.name).into_owned()
+    }
+
+    /// Returns whether both have the same type and the same bytes, which need not be in a file any more.
+    pub fn same_value(&self, other: &KeyValue) -> bool {
+        let value = |key: &KeyValue| (key.ty, key.array, key.count, key.len, key.hash);
+        value(self) == value(other)
     }
 
     /// Returns the value of a non-negative integer that is not an array; `None` for any other

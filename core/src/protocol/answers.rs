@@ -174,6 +174,9 @@ pub struct ModelStatus {
     pub kept_bytes: u64,
     /// The failure of the last reload.
     pub blocked: Option<Blocked>,
+    /// Files whose last version was ignored, or needs a new start of the program.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub noted: Vec<FileStatus>,
     /// Hash of the tensors in use, where all hashes are known.
     pub content_hash: Option<String>,
     /// Experts that are masked.
@@ -331,7 +334,7 @@ pub struct FileStatus {
     /// Why not, in one word.
     #[serde(default)]
     pub cause: Option<String>,
-    /// Why not, in a sentence; else empty.
+    /// Why not, or what of the file needs a new start of the program; else empty.
     #[serde(default)]
     pub reason: String,
 }

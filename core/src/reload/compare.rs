@@ -43,10 +43,8 @@ pub(super) fn prepare<S: Store>(
     hash_live(registry, store, changed);
 }
 
-/// Refuses files in which a tensor is missing or has another shape.
-///
-/// Such a file holds another model. Using the tensors that fit would mix two models, so the whole
-/// file is refused, each tensor by name.
+/// Refuses files that hold another model. Using the tensors that fit would mix two models, so the whole
+/// file is refused.
 fn refuse_other_models(
     registry: &mut Registry,
     changed: &mut Vec<ChangedFile>,
@@ -68,18 +66,17 @@ fn refuse_other_models(
                 )
             })
         };
-        let tensors = &registry.files[file.file].tensors;
-        let Some(first) = tensors.iter().find_map(|&tensor| misfit(tensor)) else {
+        let Err(difference) = registry.loaded.compare(file.file, &file.gguf) else {
             return true;
         };
         refuse_all(registry, file, report, |tensor| {
-            misfit(tensor).unwrap_or_else(|| format!("its file holds another model: {first}"))
+            misfit(tensor).unwrap_or_else(|| format!("its file holds another model: {difference}"))
         });
         registry.ignore(
             file.file,
             Some(file.gguf.source.id()),
             Cause::OtherModel,
-            format!("it holds another model: {first}"),
+            format!("it holds another model: {difference}; start the program with it, or restore the file"),
             report,
         );
         false

@@ -7,8 +7,8 @@
 //! A reload has these steps:
 //!
 //! 1. `detect`: one `stat` per file; the header of a changed file is parsed.
-//! 2. `compare`: decides for each tensor: refuse, keep, return to the original bytes, or swap.
-//!    Type and a hash of the bytes tell versions apart.
+//! 2. `compare`: refuses files of another model, and decides for each tensor: refuse, keep, return to the
+//!    original bytes, or swap. Type and a hash of the bytes tell versions apart.
 //! 3. stage (`commit`): the store reads and uploads everything into new buffers.
 //! 4. verify (`commit`): checks that the files were not written meanwhile.
 //! 5. commit (`commit`): replaces all tensors at once, between evaluations.
@@ -25,6 +25,7 @@
 //! | `compare` | what happens to each tensor of a changed file |
 //! | `detect` | changed files and their headers |
 //! | `registry` | what is known of files and tensors between reloads |
+//! | `same_model` | whether a file holds the model that was loaded |
 //! | `known`, `store` | overlays, and what they have read; the interface to the tensors |
 //! | `content` | the hash of a tensor's bytes, and defects |
 //! | `budget`, `hash` | memory beside the model; hashes of bytes |
@@ -41,12 +42,15 @@ mod overlay;
 mod pauses;
 mod registry;
 mod report;
+mod same_model;
 mod store;
 mod switch;
 #[cfg(test)]
 mod tests;
 mod tracked;
 
+use std::ffi::CStr;
+use std::sync::Arc;
 use std::time::Instant;
 
 use parking_lot::Mutex;
@@ -67,15 +71,18 @@ pub use registry::Changed;
 pub use report::{
     Cause, Effect, FileEvent, FileReport, Ignored, Outcome, Report, TensorReport, Times,
 };
+pub use same_model::LoadedModel;
 pub use store::{Change, Commit, NewData, OnOutOfMemory, StageError, Store, Switched};
 pub use tracked::TrackedFile;
 
 /// The reload engine of one model.
 #[derive(Debug)]
 pub struct Engine {
+    loaded: Arc<LoadedModel>,
     state: Mutex<Registry>,
-    /// The changed tensors after the last request, which are read while a reload runs.
-    changed: Mutex<Vec<Changed>>,
+    /// The changed tensors after the last request, and the files that are not used as they are. Both
+    /// are read while a reload runs.
+    after: Mutex<(Vec<Changed>, Vec<FileReport>)>,
 }
 
 impl Engine {
@@ -89,9 +96,12 @@ impl Engine {
         tensors: impl Iterator<Item = (usize, usize)>,
         staging_bytes: u64,
     ) -> Engine {
+        let loaded = Arc::new(LoadedModel::of(files.iter().map(|file| &file.gguf)));
+        let registry = Registry::new(files, loaded.clone(), tensors, staging_bytes);
         Engine {
-            state: Mutex::new(Registry::new(files, tensors, staging_bytes)),
-            changed: Mutex::default(),
+            loaded,
+            state: Mutex::new(registry),
+            after: Mutex::default(),
         }
     }
 
@@ -122,7 +132,7 @@ impl Engine {
             }
         }
         let result = result.and_then(|()| registry.bring_back(store, &mut report));
-        *self.changed.lock() = registry.changed();
+        *self.after.lock() = (registry.changed(), registry.noted_files());
         report.finish(began, result)
     }
 
@@ -136,7 +146,7 @@ impl Engine {
         let mut report = Report::default();
         let result = registry.revert(store, &mut report);
         let result = result.and_then(|()| registry.bring_back(store, &mut report));
-        *self.changed.lock() = registry.changed();
+        *self.after.lock() = (registry.changed(), registry.noted_files());
         report.finish(began, result)
     }
 
@@ -158,14 +168,25 @@ impl Engine {
         let mut report = Report::default();
         let result = registry.overlay(store, revert, set, &mut report);
         let result = result.and_then(|()| registry.bring_back(store, &mut report));
-        *self.changed.lock() = registry.changed();
+        *self.after.lock() = (registry.changed(), registry.noted_files());
         report.finish(began, result)
     }
 
     /// Returns the tensors that left their original bytes, and those that have an overlay. Does not
     /// wait for reloads.
     pub fn changed(&self) -> Vec<Changed> {
-        self.changed.lock().clone()
+        self.after.lock().0.clone()
+    }
+
+    /// Returns the files whose version at the path is not used, or not all of it. Does not wait for
+    /// reloads.
+    pub fn noted_files(&self) -> Vec<FileReport> {
+        self.after.lock().1.clone()
+    }
+
+    /// Returns why a source has no bytes for a tensor with this name and shape; `None` when it has.
+    pub fn misfit(&self, source: &OverlaySource, name: &CStr, ne: &[u64; 4]) -> Option<String> {
+        source.misfit(&self.loaded, name, ne)
     }
 
     /// Hashes tensors in use that were not hashed yet: as many as are read at a time, from

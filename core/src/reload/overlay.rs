@@ -5,7 +5,7 @@
 //! file. Bytes are copied: a source can be removed after the commit.
 
 use std::borrow::Cow;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -18,9 +18,10 @@ use super::hash::Hash;
 use super::known::Overlay;
 use super::registry::{Changed, OriginalBytes, Registry};
 use super::report::{Outcome, Report};
+use super::same_model::LoadedModel;
 use super::store::Store;
 use crate::error::{Error, Result};
-use crate::gguf::{Access, FileId, GgufFile, OpenError, TensorInfo, open_model};
+use crate::gguf::{Access, FileId, GgufFile, OpenError, TensorInfo, group, open_model};
 
 /// A GGUF file, or all shards of one, whose tensors can be overlays.
 #[derive(Debug)]
@@ -82,20 +83,9 @@ impl OverlaySource {
         self.files.iter().any(|file| file.source.id() == *id)
     }
 
-    /// Returns why the source has no bytes for a tensor with this name and shape; `None` when it
-    /// has.
-    pub fn misfit(&self, name: &CStr, ne: &[u64; 4]) -> Option<String> {
-        let (text, path) = (name.to_string_lossy(), self.path.display());
-        match self.find(name) {
-            None => Some(format!(
-                "{path} has no tensor '{text}': name another version of the same model"
-            )),
-            Some((_, info)) if info.ne != *ne => Some(format!(
-                "tensor '{text}' has shape {:?} in {path}, the model needs {ne:?}: name another version of the same model",
-                info.ne
-            )),
-            Some(_) => None,
-        }
+    /// Returns why the source has no bytes for a tensor of a model; see [`LoadedModel::misfit`].
+    pub(super) fn misfit(&self, model: &LoadedModel, name: &CStr, ne: &[u64; 4]) -> Option<String> {
+        model.misfit(&self.files, &self.path, name, ne)
     }
 
     fn find(&self, name: &CStr) -> Option<(&GgufFile, &TensorInfo)> {
@@ -118,8 +108,10 @@ impl Registry {
         report: &mut Report,
     ) -> Result<()> {
         let comparing = Instant::now();
-        let set: BTreeMap<usize, &OverlaySource> = set.iter().copied().collect();
-        let revert = revert.iter().copied();
+        let mut set: BTreeMap<usize, &OverlaySource> = set.iter().copied().collect();
+        let mut revert: BTreeSet<usize> = revert.iter().copied().collect();
+        self.add_companions(&mut set, &mut revert)?;
+        let revert = revert.into_iter();
         let reverted: Vec<usize> = revert
             .filter(|at| self.tensors[*at].overlay.is_some() && !set.contains_key(at))
             .collect();
@@ -152,6 +144,42 @@ impl Registry {
         for tensor in set.into_keys().chain(reverted) {
             // Other tensors follow the file now.
             self.files[self.tensors[tensor].file].forget_attempts();
+        }
+        Ok(())
+    }
+
+    /// Adds the other tensors of each weight and its companions, which come from one file.
+    fn add_companions<'a>(
+        &self,
+        set: &mut BTreeMap<usize, &'a OverlaySource>,
+        revert: &mut BTreeSet<usize>,
+    ) -> Result<()> {
+        let tensors = self.tensors.iter().enumerate();
+        let by_name: HashMap<&CStr, usize> = tensors.map(|(at, of)| (&*of.name, at)).collect();
+        let others = |tensor: usize| -> Vec<usize> {
+            let names = group(&self.tensors[tensor].name);
+            names
+                .filter_map(|name| by_name.get(&*name).copied())
+                .collect()
+        };
+        let named: Vec<(usize, &'a OverlaySource)> =
+            set.iter().map(|(at, of)| (*at, *of)).collect();
+        for (tensor, source) in named {
+            for other in others(tensor) {
+                let before = *set.entry(other).or_insert(source);
+                if !std::ptr::eq(before, source) {
+                    return Err(Error::Invalid(format!(
+                        "tensors '{}' and '{}' are used together, and would come from {} and {}: name one file for both",
+                        self.name(tensor),
+                        self.name(other),
+                        source.path.display(),
+                        before.path.display()
+                    )));
+                }
+            }
+        }
+        for tensor in revert.clone() {
+            revert.extend(others(tensor));
         }
         Ok(())
     }
@@ -239,7 +267,7 @@ impl Registry {
         source: &'a OverlaySource,
     ) -> Result<Option<Wanted<'a>>> {
         let known = &self.tensors[tensor];
-        if let Some(reason) = source.misfit(&known.name, &known.ne) {
+        if let Some(reason) = source.misfit(&self.loaded, &known.name, &known.ne) {
             return Err(Error::Invalid(reason));
         }
         let own = &self.files[known.file].path;

@@ -2,12 +2,14 @@
 
 use std::ffi::CString;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::content::{Content, Defects};
 use super::hash::{Hash, of_bytes};
 use super::known::{KnownContents, Overlay};
 use super::report::{Cause, FileReport, Ignored, Outcome, Report, TensorReport};
+use super::same_model::LoadedModel;
 use super::tracked::TrackedFile;
 use crate::gguf::{FileId, TypeInfo};
 
@@ -15,6 +17,8 @@ use crate::gguf::{FileId, TypeInfo};
 #[derive(Debug)]
 pub(super) struct Registry {
     pub files: Vec<Watched>,
+    /// What a new version of a file is compared with.
+    pub loaded: Arc<LoadedModel>,
     pub tensors: Vec<Registered>,
     /// The most bytes to stage before a switch; 0 for no limit.
     pub staging_bytes: u64,
@@ -34,6 +38,8 @@ pub(super) struct Watched {
     /// failed. Then no version of the file is the one in use.
     pub mixed: bool,
     pub tensors: Vec<usize>,
+    /// What of the version in use needs a new start of the program, in words.
+    pub needs_start: Option<String>,
     /// The last version that was ignored, and why.
     pub ignored: Option<(Option<FileId>, Cause, String)>,
     /// The version that was found last, and since when the file has not changed.
@@ -179,6 +185,7 @@ impl Registry {
     /// Registers files and tensors as they are.
     pub fn new(
         files: &[TrackedFile],
+        loaded: Arc<LoadedModel>,
         tensors: impl Iterator<Item = (usize, usize)>,
         staging_bytes: u64,
     ) -> Registry {
@@ -191,6 +198,7 @@ impl Registry {
                 first_id: source.id(),
                 mixed: false,
                 tensors: Vec::new(),
+                needs_start: None,
                 ignored: None,
                 seen: None,
                 contents: None,
@@ -217,6 +225,7 @@ impl Registry {
         }
         Registry {
             files: watched,
+            loaded,
             tensors: registered,
             staging_bytes,
             read: KnownContents::default(),
@@ -235,6 +244,22 @@ impl Registry {
             description.extend(tensor.live_hash?.to_le_bytes());
         }
         Some(of_bytes(&description))
+    }
+
+    /// Returns the files whose last version was ignored, or needs a new start of the program.
+    pub fn noted_files(&self) -> Vec<FileReport> {
+        let files = self.files.iter().enumerate();
+        let reports = files.map(|(file, watched)| FileReport {
+            file,
+            path: watched.path.clone(),
+            ignored: watched.ignored.clone().map(|(_, cause, reason)| Ignored {
+                cause,
+                reason,
+                first: false,
+            }),
+            needs_start: watched.needs_start.clone(),
+        });
+        reports.filter(|file| !file.reason().is_empty()).collect()
     }
 
     /// Leaves a changed file out of this reload. Logs that once for each version of the file;
@@ -264,6 +289,7 @@ impl Registry {
                 reason: reason.clone(),
                 first,
             }),
+            needs_start: None,
         });
         watched.ignored = Some((id, cause, reason));
     }

@@ -81,7 +81,7 @@ pub enum Cause {
     Malformed,
     /// The file changed while it was read.
     Changing,
-    /// Tensors of the model are missing in the file, or have another shape.
+    /// The file has other hyperparameters, tensors or shapes than the model.
     OtherModel,
     /// Tensors of the file have zeros or non-finite scales that the tensors in use do not have.
     Damaged,
@@ -160,6 +160,8 @@ pub struct FileReport {
     pub path: PathBuf,
     /// Why the file was ignored; `None` when its tensors are in use now.
     pub ignored: Option<Ignored>,
+    /// What of the file in use needs a new start of the program, in words.
+    pub needs_start: Option<String>,
 }
 
 impl FileReport {
@@ -171,9 +173,13 @@ impl FileReport {
         }
     }
 
-    /// Returns why the file was ignored; empty otherwise.
+    /// Returns why the file was ignored, or what of it needs a new start of the program; empty
+    /// otherwise.
     pub fn reason(&self) -> &str {
-        self.ignored.as_ref().map_or("", |ignored| &ignored.reason)
+        let ignored = self.ignored.as_ref().map(|ignored| &ignored.reason);
+        ignored
+            .or(self.needs_start.as_ref())
+            .map_or("", |reason| reason)
     }
 }
 

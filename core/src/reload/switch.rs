@@ -106,6 +106,7 @@ impl Registry {
         for file in &mut self.files {
             file.id = file.first_id;
             file.mixed = false;
+            file.needs_start = None;
             file.forget_attempts();
         }
         for tensor in &mut self.tensors {
@@ -119,7 +120,19 @@ impl Registry {
         for file in changed {
             let id = file.gguf.source.id();
             store.trust(file.file, id);
+            // A file of another model was refused before.
+            let needs_start = self
+                .loaded
+                .compare(file.file, &file.gguf)
+                .unwrap_or_default();
             let watched = &mut self.files[file.file];
+            if let Some(keys) = needs_start
+                .as_ref()
+                .filter(|_| needs_start != watched.needs_start)
+            {
+                log::warn!("{}: {keys}", watched.path.display());
+            }
+            watched.needs_start = needs_start.clone();
             watched.id = id;
             watched.mixed = false;
             watched.forget_attempts();
@@ -128,6 +141,7 @@ impl Registry {
                 file: file.file,
                 path: watched.path.clone(),
                 ignored: None,
+                needs_start,
             });
         }
     }

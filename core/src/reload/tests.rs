@@ -206,9 +206,13 @@ fn source(model: &Path, name: &str, bytes: &[u8]) -> OverlaySource {
 }
 
 fn open() -> (TempDir, PathBuf, Mapped, Engine) {
+    open_model(&both(1, 2))
+}
+
+fn open_model(bytes: &[u8]) -> (TempDir, PathBuf, Mapped, Engine) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    write(&path, 2, 1);
+    put(&path, bytes, 1);
     let store = Mapped {
         files: vec![TrackedFile::new(
             GgufFile::open(&path, Access::Map).unwrap(),
@@ -266,6 +270,46 @@ fn overlays(engine: &Engine) -> Vec<(usize, std::path::PathBuf)> {
     changed
         .filter_map(|of| Some((of.tensor, of.overlay?)))
         .collect()
+}
+
+#[test]
+fn a_weight_and_its_scale_have_overlays_from_one_file() {
+    let scaled = |weight, scale| model(&[("a.weight", 64, weight), ("a.scale", 64, scale)]);
+    let (_folder, path, store, engine) = open_model(&scaled(1, 2));
+    let one = source(&path, "one.gguf", &scaled(8, 9));
+    let two = source(&path, "two.gguf", &scaled(5, 6));
+    let plain = source(&path, "plain.gguf", &model(&[("a.weight", 64, 8)]));
+    let fails = |set: &[(usize, &OverlaySource)], with: &str| {
+        let error = engine.overlay(&store, &[], set).unwrap_err().to_string();
+        assert!(error.contains(with), "{error}");
+        assert_eq!(store.bytes(), [1, 2]);
+    };
+    fails(&[(0, &one), (1, &two)], "are used together");
+    fails(&[(0, &plain)], "is used with 'a.scale' in the model");
+    engine.overlay(&store, &[], &[(0, &one)]).unwrap();
+    assert_eq!((store.bytes(), overlays(&engine).len()), ([8, 9], 2));
+    engine.overlay(&store, &[1], &[]).unwrap();
+    assert_eq!((store.bytes(), overlays(&engine).len()), ([1, 2], 0));
+}
+
+#[test]
+fn what_needs_a_new_start_is_noted_until_the_file_returns() {
+    let with = |template: &str| {
+        let mut header = HeaderWriter::new(32);
+        header.value("tokenizer.chat_template", template);
+        write_tensors(header, &[("first.weight", 64, 1), ("second.weight", 64, 2)])
+    };
+    let (_folder, path, store, engine) = open_model(&with("a"));
+    let reload = |bytes: &[u8]| {
+        replace(&path, bytes);
+        let report = engine.reload(&store, Trigger::Command).unwrap();
+        report.files[0].reason().to_owned()
+    };
+    let words = "needs a new start to be used: tokenizer.chat_template";
+    assert_eq!(reload(&with("b")), words);
+    assert_eq!(engine.noted_files()[0].reason(), words);
+    assert_eq!(reload(&with("a")), "");
+    assert!(engine.noted_files().is_empty());
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Requests over the control socket: [`sidecar_core::protocol`] has the messages.
 
+use std::collections::HashSet;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
@@ -13,7 +14,7 @@ use sidecar_core::protocol::{
     ModelStatus, NoEffect, Overlay, ReloadReport, Reloads, Reply, Request, Round, Status,
     TensorChange, TensorState, TensorStatus, Traces, Waiting, path_text,
 };
-use sidecar_core::reload::{Outcome, Report, Trigger};
+use sidecar_core::reload::{Cause, FileReport, Outcome, Report, Trigger};
 
 use crate::control::clients::{Answer, is_connected};
 use crate::control::{clients, metrics};
@@ -231,6 +232,7 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
             seconds: blocked.since.elapsed().as_secs_f64(),
             attempts: blocked.attempts,
         }),
+        noted: model.engine.noted_files().iter().map(file_status).collect(),
         content_hash: model
             .engine
             .content_hash(false)
@@ -325,9 +327,8 @@ fn with_each_model(work: impl Fn(&Arc<Model>) -> Result<Report, Error>) -> Reloa
     }
 }
 
-fn reload_report(model: &Model, report: &Report) -> ReloadReport {
-    let count = |outcome| report.count(outcome);
-    let files = report.files.iter().map(|file| FileStatus {
+fn file_status(file: &FileReport) -> FileStatus {
+    FileStatus {
         path: path_text(&file.path),
         event: match file.ignored {
             None => FileEvent::Taken,
@@ -338,11 +339,21 @@ fn reload_report(model: &Model, report: &Report) -> ReloadReport {
             .as_ref()
             .map(|ignored| ignored.cause.name().into()),
         reason: file.reason().into(),
+    }
+}
+
+fn reload_report(model: &Model, report: &Report) -> ReloadReport {
+    let count = |outcome| report.count(outcome);
+    // The reason of a file of another model is that of its tensors, of which there can be thousands.
+    let others = report.files.iter().filter(|file| {
+        let ignored = file.ignored.as_ref();
+        ignored.is_some_and(|ignored| ignored.cause == Cause::OtherModel)
     });
-    let changed = report
-        .tensors
-        .iter()
-        .filter(|tensor| tensor.outcome != Outcome::Unchanged);
+    let others: HashSet<usize> = others.map(|file| file.file).collect();
+    let changed = report.tensors.iter().filter(|tensor| {
+        let of_other = tensor.outcome == Outcome::Refused && others.contains(&tensor.file);
+        tensor.outcome != Outcome::Unchanged && !of_other
+    });
     let tensors = changed.map(|tensor| TensorChange {
         name: tensor.name.to_string_lossy().into_owned(),
         outcome: format!("{:?}", tensor.outcome).to_lowercase(),
@@ -370,7 +381,7 @@ fn reload_report(model: &Model, report: &Report) -> ReloadReport {
             switch: ms(report.times.switch),
             total: ms(report.times.total),
         },
-        files: files.collect(),
+        files: report.files.iter().map(file_status).collect(),
         tensors: tensors.collect(),
     }
 }

@@ -168,7 +168,10 @@ fn find_in_model(
     let mut found = OfModel::default();
     for (wanted, tensors) in wanted.iter_mut().zip(tensors) {
         let source = wanted.source;
-        let misfit = |&tensor: &usize| sources[source].misfit(model.name(tensor), model.ne(tensor));
+        let misfit = |&tensor: &usize| {
+            let (name, ne) = (model.name(tensor), model.ne(tensor));
+            model.engine.misfit(&sources[source], name, ne)
+        };
         match tensors.iter().find_map(misfit) {
             Some(misfit) => wanted.misfit = Some(misfit),
             None => {
