@@ -93,6 +93,7 @@ const CHECKS: &[Check] = &[
     Check::programs("drop-in in real hosts", "dropin"),
     Check::programs("drop-in with bad files, revert and metrics", "dropin_files"),
     Check::programs("drop-in with overlays", "dropin_overlays"),
+    Check::programs("reloads of files with one change", "dropin_fresh_start"),
     Check::programs("masks of experts, and pruned models", "dropin_masks")
         .unless(llama_cpp::missing),
     Check::programs("experts to leave out", "prune").unless(llama_cpp::missing),
@@ -336,6 +337,7 @@ pub fn long() -> Result<()> {
         .env(LONG.0, LONG.1)
         .env("LD_LIBRARY_PATH", cmake::sim_cuda()?))?;
     hosts()?;
+    run(serial_tests("dropin_fresh_start", &[]).env(LONG.0, LONG.1))?;
     run(serial_tests("dropin", &["many_swaps"]).env("SWAPS", "400"))?;
     sanitize::fuzz(FUZZ_MINUTES)
 }
