@@ -289,6 +289,29 @@ impl Source {
         }
     }
 
+    /// Returns whether a part of this range was never written, as far as the file system knows.
+    pub fn has_hole(&self, offset: u64, len: u64) -> bool {
+        // SAFETY: asks for a position in a descriptor that is open; reads here have positions of their own.
+        let hole = unsafe {
+            libc::lseek(
+                self.file.as_raw_fd(),
+                offset as libc::off_t,
+                libc::SEEK_HOLE,
+            )
+        };
+        u64::try_from(hole).is_ok_and(|hole| hole < offset.saturating_add(len))
+    }
+
+    /// Fails if the open file was written since it was opened.
+    pub fn check_unwritten(&self) -> Result<(), OpenError> {
+        match self.is_unwritten_since(&self.id) {
+            true => Ok(()),
+            false => Err(OpenError::Changing {
+                path: self.path.clone(),
+            }),
+        }
+    }
+
     /// Fills `buffer` from `offset`. Fails when the file is too short.
     pub fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         self.file.read_exact_at(buffer, offset)

@@ -74,6 +74,11 @@ impl<'a> Pieces<'a> {
         }
     }
 
+    /// Returns the file that has the ranges.
+    pub fn file(&self) -> &'a GgufFile {
+        self.file
+    }
+
     /// Returns the bytes that are left to read.
     pub fn size(&self) -> u64 {
         let ranges = self.ranges.iter();

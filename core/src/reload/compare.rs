@@ -222,12 +222,8 @@ fn refuse_damaged<S: Store>(
         let Some((first, why)) = damage.first() else {
             return true;
         };
-        let name = registry.tensors[*first].name.to_string_lossy();
-        let others = match damage.len() - 1 {
-            0 => String::new(),
-            others => format!(" ({others} more tensors are damaged, too)"),
-        };
-        let reason = format!("tensor '{name}' is damaged{others}: {why}; {DAMAGE_ADVICE}");
+        let name = &registry.tensors[*first].name;
+        let reason = content::damaged(name, damage.len() - 1, why);
         let reasons: HashMap<usize, String> = damage.into_iter().collect();
         refuse_all(registry, file, report, |tensor| {
             let of_file = || "another tensor of its file is damaged".to_owned();
@@ -238,10 +234,6 @@ fn refuse_damaged<S: Store>(
         false
     });
 }
-
-/// The next step for a damaged file.
-pub(super) const DAMAGE_ADVICE: &str =
-    "write the file again, or set LLAMA_HOTSWAP_CHECK=0 to use it as it is";
 
 /// Returns why new bytes of a tensor must not replace the bytes in use; `None` when they may.
 pub(super) fn damage<S: Store>(
@@ -257,8 +249,7 @@ pub(super) fn damage<S: Store>(
     if known.live_defects.is_none() {
         known.live_defects = store.original_defects(tensor);
     }
-    let old = known.live_defects.unwrap_or_default();
-    content.defects.worse_than(&old)
+    content.defects.worse_than(known.live_defects.as_ref())
 }
 
 /// Reports every tensor of a file as refused.

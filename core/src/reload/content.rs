@@ -4,12 +4,15 @@
 //! for data. A broken conversion has scales that are infinite or not a number. Header and size
 //! show neither.
 
+use std::ffi::CStr;
 use std::io;
 
 use xxhash_rust::xxh3::Xxh3;
 
 use super::hash::Hash;
-use crate::gguf::{ScaleClass, ScaleFormat, Source, TensorInfo, TypeInfo};
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::gguf::{GgufFile, ScaleClass, ScaleFormat, Source, TensorInfo, TypeInfo};
 
 /// Bytes read at a time, before rounding to whole blocks: fits the second-level cache.
 const CHUNK: u64 = 256 << 10;
@@ -40,20 +43,72 @@ impl Defects {
         self.blank_rows > 0 || self.non_finite > 0
     }
 
-    /// Returns why these bytes must not replace bytes with the defects `old`; `None` when they may.
-    pub fn worse_than(&self, old: &Defects) -> Option<String> {
-        if self.blank_rows > old.zero_rows {
+    /// Returns why these bytes must not replace bytes with the defects `old`; `None` when they may. Without `old`, each defect
+    /// is a reason.
+    pub fn worse_than(&self, old: Option<&Defects>) -> Option<String> {
+        let known = old.copied().unwrap_or_default();
+        let compared = |text: String| if old.is_some() { text } else { String::new() };
+        if self.blank_rows > known.zero_rows {
+            let others = compared(format!(", {} do in the tensor in use", known.zero_rows));
             return Some(format!(
-                "{} of its rows hold only zeros, {} do in the tensor in use",
-                self.blank_rows, old.zero_rows
+                "{} of its rows hold only zeros{others}",
+                self.blank_rows
             ));
         }
-        (self.non_finite > 0 && old.non_finite == 0).then(|| {
+        (self.non_finite > 0 && known.non_finite == 0).then(|| {
+            let others = compared(", none is in the tensor in use".into());
             format!(
-                "{} of its scales are infinite or not a number, none is in the tensor in use",
+                "{} of its scales are infinite or not a number{others}",
                 self.non_finite
             )
         })
+    }
+}
+
+/// Why a tensor is damaged, in a sentence with the next step; `others` are further ones that are damaged.
+pub fn damaged(name: &CStr, others: usize, why: &str) -> String {
+    let others = match others {
+        0 => String::new(),
+        others => format!(" ({others} more tensors are damaged, too)"),
+    };
+    format!(
+        "tensor '{}' is damaged{others}: {why}; write the file again, or set LLAMA_HOTSWAP_CHECK=0 to use it as it is",
+        name.to_string_lossy()
+    )
+}
+
+/// Reads a tensor that is about to be used, and fails if it is damaged. `in_use` is the tensor in whose place it comes.
+///
+/// Without one, rows of zeros may be the model's own; only those in a part of the file that was never written are damage.
+pub fn check_tensor(
+    file: &GgufFile,
+    info: &TensorInfo,
+    in_use: Option<(&GgufFile, &TensorInfo)>,
+) -> Result<Content> {
+    let read = |file: &GgufFile, info: &TensorInfo| {
+        of_tensor(&file.source, info).map_err(|source| Error::Read {
+            path: file.source.path().to_owned(),
+            what: format!("tensor '{}'", file.header.name(info).to_string_lossy()),
+            offset: info.offset,
+            source,
+        })
+    };
+    let content = read(file, info)?;
+    let mut defects = content.defects;
+    if !Config::get().check_blocks || !defects.is_suspicious() {
+        return Ok(content);
+    }
+    let old = in_use.map(|(file, info)| read(file, info)).transpose()?;
+    if old.is_none() && !file.source.has_hole(info.offset, info.nbytes) {
+        defects.blank_rows = 0;
+    }
+    match defects.worse_than(old.map(|old| old.defects).as_ref()) {
+        None => Ok(content),
+        Some(why) => Err(Error::Invalid(format!(
+            "{}: {}",
+            file.source.path().display(),
+            damaged(file.header.name(info), 0, &why)
+        ))),
     }
 }
 
@@ -190,17 +245,20 @@ mod tests {
             zero_rows: blank_rows,
             non_finite: 0,
         };
-        assert_eq!(blank(2).worse_than(&old), None);
+        assert_eq!(blank(2).worse_than(Some(&old)), None);
         assert!(
             blank(3)
-                .worse_than(&old)
-                .is_some_and(|why| why.contains("3 of its rows"))
+                .worse_than(Some(&old))
+                .is_some_and(|why| why.contains("3 of its rows hold only zeros, 2 do"))
         );
         let broken = Defects {
             non_finite: 1,
             ..Defects::default()
         };
-        assert!(broken.worse_than(&old).is_some());
-        assert_eq!(broken.worse_than(&broken), None);
+        assert!(broken.worse_than(Some(&old)).is_some());
+        assert_eq!(broken.worse_than(Some(&broken)), None);
+        // What is not known is not stated.
+        let why = blank(3).worse_than(None);
+        assert_eq!(why.as_deref(), Some("3 of its rows hold only zeros"));
     }
 }

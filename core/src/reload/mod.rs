@@ -61,7 +61,7 @@ use crate::parallel;
 use registry::{Registered, Registry};
 
 pub use budget::Need;
-pub use content::{Content, Defects, of_tensor as content_of};
+pub use content::{Content, Defects, check_tensor, of_tensor as content_of};
 pub use detect::Trigger;
 pub use hash::of_reads as hash_reads;
 pub use hash::{Hash, of_bytes as hash_bytes, of_source as hash_source};

@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use super::commit::{Commits, FileBytes, Follows, Planned, PlannedBytes};
-use super::compare::{self, Action, DAMAGE_ADVICE};
-use super::content::Content;
+use super::compare::{self, Action};
+use super::content::{Content, damaged};
 use super::detect::{self, settle};
 use super::hash::Hash;
 use super::known::Overlay;
@@ -310,9 +310,9 @@ impl Registry {
                 && let Some(why) = compare::damage(self, store, tensor, &content)
             {
                 return Err(Error::Invalid(format!(
-                    "{}: tensor '{}' is damaged: {why}; {DAMAGE_ADVICE}",
+                    "{}: {}",
                     file.source.path().display(),
-                    self.name(tensor)
+                    damaged(&self.tensors[tensor].name, 0, &why)
                 )));
             }
             planned.push(Planned {
