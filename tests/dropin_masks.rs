@@ -416,6 +416,19 @@ fn masks_that_cannot_be_are_refused() {
     );
     assert_eq!(answer(&server), plain);
     end(server);
+    // llama.cpp chooses a group by its two best experts.
+    let folder = tempfile::tempdir().expect("a folder");
+    let grouped = written(Mixture::Grouped, folder.path());
+    let server = Server::start(&grouped, &options(None, with_masks()));
+    answer(&server);
+    let single = [8, 9, 10, 11, 12, 13, 14];
+    refused(
+        &server,
+        &of(0, &single),
+        "layer 0 would have one expert in the group of experts 8 to 15",
+    );
+    mask(&server, &of(0, &single[..6]));
+    end(server);
     let server = Server::start(&model, &options(None, on()));
     refused(&server, &of(0, &[1]), "start it with --expert-masks");
     end(server);
@@ -454,7 +467,7 @@ fn masks_that_cannot_be_are_refused() {
             .map(|layer| (layer, experts.to_vec()))
             .collect::<Experts>()
     };
-    pruned(&each(&all), "layer 0 keeps 1 experts, and a token uses 2");
+    pruned(&each(&all), "layer 0 would have 1 experts to choose from");
     pruned(&each(&[8]), "layer 0 has no expert 8");
     assert!(!to.exists());
 }

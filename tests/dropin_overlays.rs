@@ -4,8 +4,9 @@
 mod hosts;
 
 use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::time::{Duration, UNIX_EPOCH};
 
 use hosts::{TOKENS, copied, fresh, on, swap_request, taken};
@@ -486,4 +487,92 @@ fn a_shared_matrix_of_llama_quantize_from_source() {
         }
         assert_eq!(host.end(), Some(0));
     }
+}
+
+/// Sends a signal to a process that was not waited for.
+fn send(process: u32, signal: libc::c_int) {
+    // SAFETY: a system call without memory.
+    unsafe { libc::kill(process as libc::pid_t, signal) };
+}
+
+/// A row of zeros, quantised, has other bytes than zeros.
+#[test]
+fn a_source_is_checked_before_it_is_quantised() {
+    let (folder, path) = copied("smollm2.gguf");
+    let temporary = tempfile::tempdir().expect("a folder");
+    let source = folder.path().join("source.gguf");
+    let mut host = Host::start(Program::C, &path, &on());
+    let before = host.text(TOKENS);
+    let command = |more: &[&str]| {
+        let mut command = Command::new(built("release/llama-sidecar"));
+        command.args(["swap", "--tensor", r"blk\..*ffn_(up|gate)\.weight"]);
+        command.arg("--from").arg(&source).args(["--as", "q8_0"]);
+        command.args(more).env("TMPDIR", temporary.path());
+        command
+    };
+    let (socket, model) = (host.socket().to_string_lossy(), path.to_string_lossy());
+    let library = fixture("upstream").join("libggml-base.so");
+    let live = ["--live", &socket];
+    let file = [&model, "--ggml", &library.to_string_lossy()];
+    let nothing_is_left = || {
+        let mut left = std::fs::read_dir(temporary.path()).expect("a folder");
+        assert!(left.next().is_none());
+    };
+    // Zeros where the tensors are: a download that has stopped.
+    let mut bytes = std::fs::read(fixture("smollm2-mixed.gguf")).expect("a fixture");
+    let middle = bytes.len() / 2;
+    bytes[middle..].fill(0);
+    std::fs::write(&source, &bytes).expect("free space");
+    for more in [&live[..], &file] {
+        let output = command(more).output().expect("the command starts");
+        let text = said(&output);
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        for part in [
+            "is damaged",
+            "rows hold only zeros, 0 do",
+            "LLAMA_HOTSWAP_CHECK=0",
+        ] {
+            assert!(text.contains(part), "{text}");
+        }
+        nothing_is_left();
+    }
+    // What happens while a tensor is quantised.
+    let meanwhile = |more: &[&str], act: &dyn Fn(u32)| {
+        std::fs::copy(fixture("smollm2-mixed.gguf"), &source).expect("free space");
+        let mut command = command(more);
+        let command = command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().expect("the command starts");
+        let is_writing = || {
+            let folders = std::fs::read_dir(temporary.path()).expect("a folder");
+            let mut folders = folders.filter_map(|folder| folder.ok()?.path().read_dir().ok());
+            folders.any(|mut files| files.next().is_some())
+        };
+        while !is_writing() {
+            assert!(child.try_wait().expect("a child").is_none(), "it has ended");
+        }
+        act(child.id());
+        let output = child.wait_with_output().expect("it ends");
+        nothing_is_left();
+        output
+    };
+    for more in [&live[..], &file] {
+        let output = meanwhile(more, &|process| {
+            send(process, libc::SIGSTOP);
+            let file = std::fs::File::options().write(true).open(&source);
+            file.expect("a model")
+                .set_modified(UNIX_EPOCH)
+                .expect("a time");
+            send(process, libc::SIGCONT);
+        });
+        let text = said(&output);
+        assert!(
+            !output.status.success() && text.contains("changed while it was read"),
+            "{text}"
+        );
+        let output = meanwhile(more, &|process| send(process, libc::SIGTERM));
+        assert_eq!(output.status.signal(), Some(libc::SIGTERM), "{output:?}");
+    }
+    assert_eq!(overlays(&host), []);
+    assert_eq!(host.text(TOKENS), before);
+    assert_eq!(host.end(), Some(0));
 }

@@ -5,17 +5,27 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::process::Child;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use rustix::process::{
+    Pid, PidfdFlags, Signal, WaitOptions, getpid, kill_process, pidfd_open, pidfd_send_signal,
+    set_child_subreaper, waitpid,
+};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::emulate_default_handler;
 
+/// How long processes may take to end that programs have left.
+const LAST_WAIT: Duration = Duration::from_secs(5);
+
 /// The signal that came; 0 before.
 static SIGNAL: AtomicI32 = AtomicI32::new(0);
+
+/// Whether processes whose parents have ended are children of this process.
+static ADOPTS: AtomicBool = AtomicBool::new(false);
 
 /// What does not outlive this process.
 static OWNED: Mutex<Owned> = Mutex::new(Owned {
@@ -54,23 +64,79 @@ pub fn ignored_signals() -> impl Fn(i32) -> bool {
 /// Calls a function in a thread of its own for each signal that ends a process and is not ignored.
 pub fn on_signals(mut call: impl FnMut(i32) + Send + 'static) -> Result<()> {
     let is_ignored = ignored_signals();
-    let signals = [SIGHUP, SIGINT, SIGTERM].into_iter();
+    let signals = [SIGHUP, SIGINT, SIGQUIT, SIGTERM].into_iter();
     let mut signals = Signals::new(signals.filter(|signal| !is_ignored(*signal)))?;
     let thread = std::thread::Builder::new().name("signals".into());
     thread.spawn(move || signals.forever().for_each(&mut call))?;
     Ok(())
 }
 
-/// From now on, the first signal ends the program that evaluates, and a second one this process.
+/// From now on, a signal ends this process and what it owns.
+pub fn end_at_signals() -> Result<()> {
+    on_signals(end_now)
+}
+
+/// From now on, the first signal ends the program that evaluates, and a second one this process. No process that a program
+/// starts is left, whatever its session.
 pub fn watch() -> Result<()> {
-    on_signals(|signal| match SIGNAL.swap(signal, Ordering::SeqCst) {
-        0 => {
+    adopt()?;
+    on_signals(|signal| match note(signal) {
+        true => {
             eprintln!("");
             eprintln!("llama-sidecar: interrupted; a second signal ends at once");
             owned().end_process();
         }
-        _ => end_now(signal),
+        false => end_now(signal),
     })
+}
+
+/// Notes a signal by which this process is to end, and returns whether it is the first one.
+pub fn note(signal: i32) -> bool {
+    SIGNAL.swap(signal, Ordering::SeqCst) == 0
+}
+
+/// From now on, processes whose parents have ended are children of this process, until [`end_left`].
+pub fn adopt() -> Result<()> {
+    set_child_subreaper(Some(getpid()))?;
+    ADOPTS.store(true, Ordering::SeqCst);
+    Ok(())
+}
+
+/// Ends the processes that programs have left. This process has waited for the programs themselves.
+pub fn end_left() {
+    let since = Instant::now();
+    while ADOPTS.load(Ordering::SeqCst) && since.elapsed() < LAST_WAIT {
+        let left = children();
+        if left.is_empty() {
+            return;
+        }
+        for (process, _) in left {
+            // Its own children have another parent then: this process.
+            let _ = kill_process(process, Signal::KILL);
+            let _ = waitpid(Some(process), WaitOptions::NOHANG);
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Returns the children of this process, and whether each has ended.
+fn children() -> Vec<(Pid, bool)> {
+    let own = getpid().as_raw_nonzero().to_string();
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let found = entries.filter_map(|entry| {
+        let process = Pid::from_raw(entry.file_name().to_str()?.parse().ok()?)?;
+        let stat = fs::read_to_string(entry.path().join("stat")).ok()?;
+        let mut fields = stat_fields(&stat)?;
+        let has_ended = fields.next()? == "Z";
+        (fields.next()? == own).then_some((process, has_ended))
+    });
+    found.collect()
+}
+
+/// Returns the fields of proc_pid_stat(5), from the third on: the name before them may have spaces.
+pub fn stat_fields(text: &str) -> Option<impl Iterator<Item = &str>> {
+    let (_, fields) = text.rsplit_once(") ")?;
+    Some(fields.split_whitespace())
 }
 
 /// The program that evaluates is this one. It ends at once if a signal has come.
@@ -110,6 +176,16 @@ pub fn signal() -> Option<i32> {
 pub fn end_now(signal: i32) {
     let owned = owned();
     owned.end_process();
+    let since = Instant::now();
+    while ADOPTS.load(Ordering::SeqCst) && since.elapsed() < LAST_WAIT {
+        // Another thread may wait for a child.
+        let left = children().into_iter().filter(|(_, has_ended)| !has_ended);
+        let ended = left.map(|(process, _)| kill_process(process, Signal::KILL));
+        if ended.count() == 0 {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
     for path in &owned.paths {
         // Most are gone already.
         let _ = fs::remove_file(path).or_else(|_| fs::remove_dir_all(path));

@@ -24,6 +24,7 @@
 //! | [`http`], [`page`] | a server for a few pages, and how pages look |
 //! | [`deadline`] | a stream that has to deliver in time |
 //! | [`output`] | texts and models in files, progress |
+//! | [`temporary`] | folders that are removed, also after a signal |
 //! | [`interruption`] | keys and signals that end a command that measures |
 //! | [`sizes`], [`space`] | sizes, shares and tables as text; free space |
 //! | [`print`] | standard output and standard error |
@@ -54,6 +55,7 @@ mod report;
 mod sizes;
 mod space;
 mod swap;
+mod temporary;
 mod top;
 mod trial;
 mod tune;
@@ -64,6 +66,7 @@ use std::process::{ExitCode, exit};
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
+use control::{Control, Limit};
 use launch::{child, doctor, run};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sidecar_core::config::margin;
@@ -247,17 +250,6 @@ enum Command {
     },
 }
 
-/// The control socket of a program.
-#[derive(clap::Args)]
-struct Control {
-    /// Path of the control socket, from LLAMA_SIDECAR_CONTROL of the program.
-    #[arg(long, env = "LLAMA_SIDECAR_CONTROL")]
-    socket: PathBuf,
-    /// Print JSON.
-    #[arg(long)]
-    json: bool,
-}
-
 /// Where metrics are from, and where they go.
 #[derive(clap::Args)]
 struct MetricsOptions {
@@ -265,6 +257,8 @@ struct MetricsOptions {
     /// '/run/llama/*.sock'. Can be repeated.
     #[arg(long, env = "LLAMA_SIDECAR_CONTROL", required = true)]
     socket: Vec<String>,
+    #[command(flatten)]
+    limit: Limit,
     /// Print JSON.
     #[arg(long, conflicts_with = "listen")]
     json: bool,
@@ -293,49 +287,56 @@ fn main() -> ExitCode {
         Command::Plan(options) => plan::run(&options),
         Command::Swap(options) => swap::run(&options),
         Command::Tune(options) => tune::run(&options),
-        Command::Status { at, hash: true } => control::run(&at.socket, &Request::Hash, at.json),
-        Command::Status { at, hash: false } => control::run(&at.socket, &Request::Status, at.json),
-        Command::Revert(at) => control::run(&at.socket, &Request::Revert, at.json),
-        Command::Unfreeze(at) => control::run(&at.socket, &Request::Unfreeze, at.json),
+        Command::Status { at, hash: true } => control::run(&at, &Request::Hash),
+        Command::Status { at, hash: false } => control::run(&at, &Request::Status),
+        Command::Revert(at) => control::run(&at, &Request::Revert),
+        Command::Unfreeze(at) => control::run(&at, &Request::Unfreeze),
         Command::Metrics(MetricsOptions {
             socket,
             listen: Some(address),
             ..
         }) => exporter::serve(address, &socket),
-        Command::Metrics(MetricsOptions { socket, json, .. }) => socket
-            .iter()
-            .try_for_each(|socket| control::run(socket.as_ref(), &Request::Metrics, json)),
+        Command::Metrics(MetricsOptions {
+            socket,
+            limit,
+            json,
+            ..
+        }) => socket
+            .into_iter()
+            .map(PathBuf::from)
+            .try_for_each(|socket| {
+                let at = Control {
+                    socket,
+                    limit,
+                    json,
+                };
+                control::run(&at, &Request::Metrics)
+            }),
         Command::Prune(options) => prune::run(&options),
         Command::Top(options) => top::run(&options),
-        Command::Reload { at, server } => control::reload(&at.socket, &server, at.json),
-        Command::Trace { at, reset: true } => {
-            control::run(&at.socket, &Request::TraceReset, at.json)
-        }
-        Command::Trace { at, reset: false } => control::run(&at.socket, &Request::Trace, at.json),
+        Command::Reload { at, server } => control::reload(&at, &server),
+        Command::Trace { at, reset: true } => control::run(&at, &Request::TraceReset),
+        Command::Trace { at, reset: false } => control::run(&at, &Request::Trace),
         Command::Mask { at, options } => options
             .request()
-            .and_then(|request| control::run(&at.socket, &request, at.json)),
+            .and_then(|request| control::run(&at, &request)),
         Command::Margins(options) => margins::run(&options),
-        Command::Prefer { at, margin } => {
-            control::run(&at.socket, &Request::Prefer { margin }, at.json)
-        }
-        Command::Mark { at, text } => control::run(&at.socket, &Request::Mark { text }, at.json),
-        Command::Round { at, end: true, .. } => {
-            control::run(&at.socket, &Request::RoundEnd, at.json)
-        }
-        Command::Round { at, start, .. } => {
-            control::run(&at.socket, &Request::Round { start }, at.json)
-        }
+        Command::Prefer { at, margin } => control::run(&at, &Request::Prefer { margin }),
+        Command::Mark { at, text } => control::run(&at, &Request::Mark { text }),
+        Command::Round { at, end: true, .. } => control::run(&at, &Request::RoundEnd),
+        Command::Round { at, start, .. } => control::run(&at, &Request::Round { start }),
         Command::Report(options) => report::run(&options),
-        Command::Ping(at) => control::run(&at.socket, &Request::Ping, at.json),
+        Command::Ping(at) => control::run(&at, &Request::Ping),
         Command::Load { file } => inspect::load::run(&file),
         Command::Generate { prefix } => generate::run(Arguments::command(), &prefix),
         Command::Witness => child::witness(),
     };
+    // What was measured and written is complete.
+    interruption::end_by_signal();
     match result {
         Ok(()) => ExitCode::SUCCESS,
         // A reader that closes its end, for example `head`, is not a failure.
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) if print::is_closed(&error) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("llama-sidecar: {}", sentence(&error));
             ExitCode::FAILURE
@@ -357,11 +358,6 @@ fn sentence(error: &anyhow::Error) -> String {
         text.push_str(&cause);
     }
     text
-}
-
-fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    let io = error.downcast_ref::<std::io::Error>();
-    io.is_some_and(|error| error.kind() == std::io::ErrorKind::BrokenPipe)
 }
 
 /// Raises the limit for open files: a model of more than 1,000 shards needs more than the usual

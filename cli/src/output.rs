@@ -1,16 +1,17 @@
 //! Texts and models for files that the user names, and progress.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
-use sidecar_core::files;
+use anyhow::{Context, Result, bail};
+use sidecar_core::files::{self, folder_of};
 use sidecar_core::gguf::{Pieces, write_data};
-use tempfile::NamedTempFile;
+use tempfile::{NamedTempFile, TempPath};
 
 use crate::interruption;
 use crate::space::Need;
+use crate::temporary::Temporary;
 
 /// The shortest first line by which a report is known.
 const FIRST_LINE: usize = 12;
@@ -38,14 +39,17 @@ impl NewFile<'_> {
         self.header.len() as u64 + self.tensors.iter().map(Pieces::size).sum::<u64>()
     }
 
-    /// Writes the file beside its path, and flushes it to the disk.
-    fn write(self) -> io::Result<NamedTempFile> {
-        let file = files::beside(&self.path)?;
+    /// Writes the file into a folder, under its own name, and flushes it to the disk.
+    fn write(self, folder: &Path) -> Result<NamedTempFile> {
+        let path = folder.join(self.path.file_name().context("the name of a file")?);
+        let file = File::create_new(&path)?;
+        let file = NamedTempFile::from_parts(file, TempPath::try_from_path(path)?);
         let mut out = BufWriter::new(file.as_file());
         out.write_all(&self.header)?;
+        let sources: Vec<_> = self.tensors.iter().map(Pieces::file).collect();
         for data in self.tensors {
             if interruption::signal().is_some() {
-                return Err(io::Error::other("interrupted by a signal"));
+                bail!("interrupted by a signal");
             }
             let size = data.size();
             write_data(&mut out, data, size, self.alignment)?;
@@ -53,6 +57,9 @@ impl NewFile<'_> {
         out.flush()?;
         drop(out);
         file.as_file().sync_all()?;
+        for source in sources {
+            source.source.check_unwritten()?;
+        }
         Ok(file)
     }
 }
@@ -67,18 +74,26 @@ pub fn check_space(model: &[NewFile<'_>]) -> Result<()> {
 
 /// Writes the files of a model, and returns their bytes. A model that is there is never written over.
 ///
-/// All files are complete before the first one gets its path, and the first shard is the last one that gets it. After an
-/// error, no path has a file of the new model.
-pub fn write_model(model: Vec<NewFile<'_>>) -> Result<u64> {
+/// All files are complete, in a folder beside their paths, and `check` was called with the first one before it gets its path.
+/// The first shard is the last one that gets it. After an error, no path has a file of the new model.
+pub fn write_model(
+    model: Vec<NewFile<'_>>,
+    check: impl FnOnce(&Path) -> Result<()>,
+) -> Result<u64> {
     let explain = |path: &Path| format!("cannot write {}", path.display());
     let bytes = model.iter().map(NewFile::size).sum();
     check_space(&model)?;
+    let first = model.first().context("a model has a file")?.path.clone();
+    let name = first.file_name().unwrap_or_default().to_string_lossy();
+    let folder = Temporary::named(folder_of(&first), &format!(".{name}."), files::INCOMPLETE);
+    let folder = folder.with_context(|| explain(&first))?;
     let write = |file: NewFile<'_>| {
         let path = file.path.clone();
-        let written = file.write().with_context(|| explain(&path))?;
+        let written = file.write(folder.path()).with_context(|| explain(&path))?;
         Ok((written, path))
     };
     let written = model.into_iter().map(write).collect::<Result<Vec<_>>>()?;
+    check(written[0].0.path())?;
     let mut placed = Vec::new();
     for (file, path) in written.into_iter().rev() {
         match files::persist(file, &path, |_| false) {
@@ -134,7 +149,11 @@ mod tests {
         let model = || ["1", "2", "3"].map(shard).into();
         fs::write(path("1"), "GGUF of another model").expect("a file");
         fs::write(path("3"), "notes").expect("a file");
-        let error = write_model(model()).expect_err("a model is there");
+        let checked = |path: &Path| {
+            assert_eq!(fs::read(path)?, b"GGUF");
+            Ok(())
+        };
+        let error = write_model(model(), checked).expect_err("a model is there");
         assert!(
             format!("{error:#}").contains("never written over"),
             "{error:#}"
@@ -148,7 +167,10 @@ mod tests {
         };
         assert_eq!(names(), ["1", "3.~1~"]);
         fs::remove_file(path("1")).expect("a file");
-        assert_eq!(write_model(model()).expect("free paths"), 3 * 4);
+        let refused = write_model(model(), |_| bail!("it does not load"));
+        assert!(refused.is_err());
+        assert_eq!(names(), ["3.~1~"]);
+        assert_eq!(write_model(model(), checked).expect("free paths"), 3 * 4);
         assert_eq!(names(), ["1", "2", "3", "3.~1~"]);
         assert_eq!(fs::read(path("3.~1~")).expect("a file"), b"notes");
     }

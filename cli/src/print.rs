@@ -4,7 +4,7 @@
 //! have several lines: names in it are made parts of a line before. What [`eprintln!`] writes is one message.
 
 use std::fmt::Arguments;
-use std::io::{self, StdoutLock, Write};
+use std::io::{self, ErrorKind, StdoutLock, Write};
 
 use sidecar_core::text;
 
@@ -43,11 +43,34 @@ pub struct Plain<W>(pub W);
 impl<W: Write> Write for Plain<W> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let text = String::from_utf8_lossy(bytes);
-        self.0.write_all(text::lines(&text).as_bytes())?;
+        self.0
+            .write_all(text::lines(&text).as_bytes())
+            .map_err(closed)?;
         Ok(bytes.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.0.flush()
+        self.0.flush().map_err(closed)
     }
+}
+
+/// The reader of standard output has closed its end, as `head` does.
+#[derive(Debug, thiserror::Error)]
+#[error("the reader of the output has closed its end")]
+struct Closed;
+
+fn closed(error: io::Error) -> io::Error {
+    match error.kind() {
+        ErrorKind::BrokenPipe => io::Error::new(ErrorKind::BrokenPipe, Closed),
+        _ => error,
+    }
+}
+
+/// Returns whether a command failed because the reader of its output has closed its end. An error of another file or of a
+/// socket is never taken for that.
+pub fn is_closed(error: &anyhow::Error) -> bool {
+    let io = error
+        .downcast_ref::<io::Error>()
+        .and_then(io::Error::get_ref);
+    io.is_some_and(|cause| cause.is::<Closed>())
 }

@@ -2,12 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use sidecar_core::experts::{ExpertIndex, ExpertName, Routing};
 use sidecar_core::gguf::{GgufFile, HeaderWriter, Pieces, TensorInfo, copy_value};
 use sidecar_core::protocol::LayerMask;
+use sidecar_core::reload::check_tensor;
 
 use crate::output::{NewFile, check_space, write_model};
 
@@ -85,8 +86,8 @@ impl Mixture {
             "the model has no {architecture}.expert_count: it is no mixture of experts, or an older file"
         );
         ensure!(
-            experts % groups == 0,
-            "{experts} experts are not in {groups} equal groups"
+            experts % groups == 0 && (*groups == 1 || experts / groups > 1),
+            "{experts} experts in {groups} groups: llama.cpp loads groups of as many experts, two or more in each"
         );
         let index = ExpertIndex::of(files);
         let layers: BTreeSet<u32> = index.layers().map(|(layer, _)| layer).collect();
@@ -169,16 +170,18 @@ impl<'a> Pruned<'a> {
                 (0..groups).all(|group| in_group(group) * groups == count),
                 "layer {layer} keeps different numbers of experts in its {groups} groups: a group would have experts of another one"
             );
-            let used = routing.used_in(layer);
-            let fewest = routing.fewest_without(experts, gone.iter().map(|expert| *expert as u32));
-            ensure!(
-                fewest >= used,
-                "layer {layer} keeps {fewest} experts, and a token uses {used}"
-            );
+            let gone = gone.iter().map(|expert| *expert as u32);
+            routing
+                .check_without(layer, routing.used_in(layer), experts, gone)
+                .map_err(anyhow::Error::msg)?;
             kept.insert(layer, of_layer);
         }
         let left = left.context("the model has no layer with experts")?;
         ensure!(left < experts, "the list leaves out no expert");
+        ensure!(
+            left > groups,
+            "{left} experts would stay in {groups} groups, and llama.cpp loads more experts than groups alone"
+        );
         Ok(Pruned {
             files,
             mixture,
@@ -270,8 +273,14 @@ impl<'a> Pruned<'a> {
     }
 
     /// Writes the files of the model to as many paths, and returns their bytes.
-    pub fn write(&self, paths: &[PathBuf]) -> Result<u64> {
-        write_model(self.new_files(paths)?)
+    /// `check` is called with the first one before it gets its path.
+    pub fn write(&self, paths: &[PathBuf], check: impl FnOnce(&Path) -> Result<()>) -> Result<u64> {
+        for file in self.files {
+            for info in &file.header.tensors {
+                check_tensor(file, info, None)?;
+            }
+        }
+        write_model(self.new_files(paths)?, check)
     }
 
     /// Fails if the files of the model cannot be made, or do not fit on the disk.

@@ -122,8 +122,16 @@ impl Routing {
         }
     }
 
-    /// Returns how many of so many experts a token can choose from without these, if it uses the groups with the fewest.
-    pub fn fewest_without(&self, experts: u64, masked: impl IntoIterator<Item = u32>) -> u64 {
+    /// Fails unless a token can choose from as many experts as it `used` without these, if it uses the groups with the fewest.
+    ///
+    /// llama.cpp chooses groups by the scores of their two best experts: of a group with one, it chooses none.
+    pub fn check_without(
+        &self,
+        layer: u32,
+        used: u64,
+        experts: u64,
+        masked: impl IntoIterator<Item = u32>,
+    ) -> Result<(), String> {
         let each = (experts / self.groups).max(1);
         // More groups than experts are no groups.
         let mut left = vec![each; self.groups.min(experts) as usize];
@@ -132,8 +140,23 @@ impl Routing {
                 *left = left.saturating_sub(1);
             }
         }
+        if self.groups > 1
+            && let Some(group) = left.iter().position(|left| *left == 1)
+        {
+            let first = group as u64 * each;
+            return Err(format!(
+                "layer {layer} would have one expert in the group of experts {first} to {}, and llama.cpp chooses none from such a group: leave two of them, or none",
+                first + each - 1
+            ));
+        }
         left.sort_unstable();
-        left.iter().take(self.groups_used as usize).sum()
+        let fewest: u64 = left.iter().take(self.groups_used as usize).sum();
+        match fewest >= used {
+            true => Ok(()),
+            false => Err(format!(
+                "layer {layer} would have {fewest} experts to choose from, and a token uses {used}: leave more"
+            )),
+        }
     }
 }
 
@@ -479,15 +502,27 @@ mod tests {
 
     #[test]
     fn a_token_can_use_the_groups_with_the_fewest_experts() {
-        let routing = |groups, groups_used| Routing {
-            groups,
-            groups_used,
-            ..Routing::default()
+        let refused = |groups, groups_used, used, experts, masked: &[u32]| {
+            let routing = Routing {
+                groups,
+                groups_used,
+                ..Routing::default()
+            };
+            routing
+                .check_without(3, used, experts, masked.iter().copied())
+                .err()
         };
-        assert_eq!(routing(1, 1).fewest_without(8, [0, 7]), 6);
-        assert_eq!(routing(4, 2).fewest_without(8, []), 4);
-        assert_eq!(routing(4, 2).fewest_without(8, [0, 1, 5]), 1);
-        assert_eq!(routing(u64::MAX, 1).fewest_without(2, [0, 1, 2]), 0);
+        assert_eq!(refused(1, 1, 6, 8, &[0, 7]), None);
+        let few = refused(1, 1, 7, 8, &[0, 7]).expect("too few");
+        assert!(few.contains("layer 3 would have 6 experts"), "{few}");
+        assert_eq!(refused(4, 2, 6, 12, &[]), None);
+        assert_eq!(refused(4, 2, 4, 12, &[0, 5]), None);
+        assert!(refused(4, 2, 5, 12, &[0, 5]).is_some());
+        // A group without experts is not chosen, and one with a single expert neither.
+        assert_eq!(refused(4, 3, 6, 12, &[0, 1, 2]), None);
+        let single = refused(4, 3, 1, 12, &[3, 5]).expect("a single expert");
+        assert!(single.contains("the group of experts 3 to 5"), "{single}");
+        assert!(refused(u64::MAX, 1, 1, 2, &[0, 1, 2]).is_some());
     }
 
     fn parse(name: &str) -> Option<(u32, Projection, Option<u32>)> {

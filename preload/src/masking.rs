@@ -148,11 +148,5 @@ fn check(routing: &Routing, uses: Option<u64>, mask: &Mask, masked: &[u32]) -> R
         ));
     };
     routing.check_layer(layer)?;
-    let fewest = routing.fewest_without(mask.experts.into(), masked.iter().copied());
-    match fewest >= used {
-        true => Ok(()),
-        false => Err(format!(
-            "layer {layer} would have {fewest} experts to choose from, and a token uses {used}: mask fewer"
-        )),
-    }
+    routing.check_without(layer, used, mask.experts.into(), masked.iter().copied())
 }

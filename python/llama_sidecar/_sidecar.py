@@ -162,6 +162,8 @@ class Sidecar:
             raise ValueError("revert and as_type are two switches: call restore() first")
         arguments = ["--live", str(self.socket), "--tensor", tensor, "--from", path]
         arguments += ["--as", as_type, "--json"]
+        if self.timeout is not None:
+            arguments += ["--timeout", str(self.timeout)]
         if imatrix is not None:
             arguments += ["--imatrix", os.fspath(imatrix)]
         return _reports(_checked(_command(["swap", *arguments], progress)))

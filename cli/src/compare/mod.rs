@@ -22,6 +22,7 @@ use sidecar_core::text;
 use crate::launch::gains;
 use crate::launch::journal::Events;
 use crate::output::{self, progress};
+use crate::temporary::Temporary;
 use crate::trial::{Interrupted, Kind, Program, prompts};
 
 /// What can change the speed of a program, each alone.
@@ -143,7 +144,7 @@ struct Comparison {
     /// When the last round begins at the latest.
     deadline: Instant,
     /// For files with hashes.
-    folder: tempfile::TempDir,
+    folder: Temporary,
     /// Whether prompts are those of this command.
     has_own_prompts: bool,
     report: Report,
@@ -171,12 +172,11 @@ impl Comparison {
                 options.with.iter().map(words).collect()
             }
         };
-        let folder = tempfile::Builder::new().prefix("llama-sidecar-").tempdir();
         Ok(Comparison {
             program,
             precision: options.precision / 100.0,
             deadline: Instant::now() + Duration::from_secs(60 * options.minutes),
-            folder: folder.context("cannot create a temporary folder")?,
+            folder: Temporary::new().context("cannot create a temporary folder")?,
             has_own_prompts: options.prompts.is_none(),
             report: Report::new(kind, words, ways.into_iter().map(Way::new).collect()),
         })

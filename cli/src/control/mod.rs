@@ -10,4 +10,6 @@ pub mod mask;
 mod requests;
 pub mod server;
 
-pub use requests::{ask, ask_within, check_connection, check_unused, parsed, reload, run};
+pub use requests::{
+    Control, Limit, ask, ask_within, check_connection, check_unused, parsed, reload, run,
+};

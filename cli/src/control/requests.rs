@@ -6,7 +6,7 @@ use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -31,12 +31,60 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
 /// The longest reply in bytes. A status names each changed tensor of each model.
 const LONGEST_REPLY: u64 = 1 << 30;
-/// The longest reply to a request with a time limit.
+/// The longest reply to a sample, of which there are many.
 const LONGEST_SAMPLE: u64 = 16 << 20;
+/// How long a reply may take that waits neither for an evaluation nor for a disk.
+const SHORT: Duration = Duration::from_secs(5);
+/// How long a reply may take that waits for an evaluation, or for files that are read.
+const LONG: Duration = Duration::from_secs(3600);
+
+/// A control socket of a program, and how its replies are used.
+#[derive(clap::Args)]
+pub struct Control {
+    /// Path of the control socket, from LLAMA_SIDECAR_CONTROL of the program.
+    #[arg(long, env = "LLAMA_SIDECAR_CONTROL")]
+    pub socket: PathBuf,
+    #[command(flatten)]
+    pub limit: Limit,
+    /// Print JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// How long a reply may take.
+#[derive(Clone, Copy, Default, clap::Args)]
+pub struct Limit {
+    /// The most seconds until the answer is complete. By default 5 for 'ping', 'status' and 'metrics', and 3600 for others;
+    /// 'round' takes as long as the round.
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    timeout: Option<Duration>,
+}
+
+impl Limit {
+    /// Returns how long the reply to a request may take; `None` where that is not limited.
+    fn of(self, request: &Request) -> Option<Duration> {
+        self.timeout.or(match request {
+            Request::Ping | Request::Status | Request::Metrics => Some(SHORT),
+            Request::Round { .. } | Request::RoundEnd => None,
+            _ => Some(LONG),
+        })
+    }
+}
+
+/// Parses a time that has not passed yet.
+fn seconds(text: &str) -> Result<Duration, String> {
+    let time = text
+        .parse()
+        .ok()
+        .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    time.filter(|time| !time.is_zero() && Instant::now().checked_add(*time).is_some())
+        .ok_or_else(|| format!("expected seconds such as 5 or 0.5, found '{text}'"))
+}
 
 /// Sends a request and prints the reply, as text or as JSON.
-pub fn run(socket: &Path, request: &Request, as_json: bool) -> Result<()> {
-    let mut answer = ask(socket, request)?;
+pub fn run(at: &Control, request: &Request) -> Result<()> {
+    let (socket, as_json) = (&*at.socket, at.json);
+    let mut answer = ask(socket, request, at.limit)?;
     let mut out = stdout();
     if as_json {
         writeln!(out, "{answer:#}")?;
@@ -118,15 +166,16 @@ pub fn run(socket: &Path, request: &Request, as_json: bool) -> Result<()> {
 }
 
 /// Reloads changed files; then empties the slots of a llama-server, if one is named.
-pub fn reload(socket: &Path, server: &ServerOptions, as_json: bool) -> Result<()> {
+pub fn reload(at: &Control, server: &ServerOptions) -> Result<()> {
+    let socket = &*at.socket;
     // Before anything changes, because the slots must be erasable afterwards.
     let server = server.check(|| process_at(socket))?;
-    let mut answer = ask(socket, &Request::Reload)?;
+    let mut answer = ask(socket, &Request::Reload, at.limit)?;
     let mut erased = None;
     if let Some(server) = &server {
         // An earlier reload, by polling, may have switched tensors. As long as nothing was
         // ever switched, nothing cached comes from other weights.
-        let status: Status = parsed(&ask(socket, &Request::Status)?)?;
+        let status: Status = parsed(&ask(socket, &Request::Status, at.limit)?)?;
         let result = match status.generation {
             0 => Ok(0),
             _ => server.erase(),
@@ -137,7 +186,7 @@ pub fn reload(socket: &Path, server: &ServerOptions, as_json: bool) -> Result<()
         erased = Some(result);
     }
     let mut out = stdout();
-    if as_json {
+    if at.json {
         writeln!(out, "{answer:#}")?;
     } else {
         text::one_line(&mut answer);
@@ -228,54 +277,79 @@ fn peer(stream: &UnixStream) -> io::Result<u32> {
 }
 
 /// Sends a request and returns the reply. While other clients have all connections, tries again.
-pub fn ask(socket: &Path, request: &Request) -> Result<Value> {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        let answer = ask_once(socket, request, None)?;
-        if answer["busy"] != true || Instant::now() >= deadline {
-            return Ok(answer);
-        }
-        std::thread::sleep(BUSY_PAUSE);
-    }
+pub fn ask(socket: &Path, request: &Request, limit: Limit) -> Result<Value> {
+    let until = limit.of(request).map(|time| Instant::now() + time);
+    let answer = ask_until(socket, request, until, LONGEST_REPLY);
+    answer.map_err(|error| match error.downcast::<Late>() {
+        Ok(late) => anyhow!(
+            "{late}: pass a longer --timeout, or see whether the program is stopped; it may still carry out the request"
+        ),
+        Err(error) => error,
+    })
 }
 
 /// Sends a request and returns the reply, if it is complete in this time and short. A refusal is an error.
 pub fn ask_within(socket: &Path, request: &Request, time: Duration) -> Result<Value> {
     let until = Instant::now() + time;
+    let answer = ask_until(socket, request, Some(until), LONGEST_SAMPLE)?;
+    done(&answer)?;
+    Ok(answer)
+}
+
+/// A reply that was not complete in time.
+#[derive(Debug, thiserror::Error)]
+#[error("{socket} does not answer in time: {error}", socket = socket.display())]
+struct Late {
+    socket: PathBuf,
+    error: io::Error,
+}
+
+fn ask_until(
+    socket: &Path,
+    request: &Request,
+    until: Option<Instant>,
+    longest: u64,
+) -> Result<Value> {
+    let patience = Instant::now() + PATIENCE;
+    let last = until.map_or(patience, |until| until.min(patience));
     loop {
-        let answer = ask_once(socket, request, Some(until))?;
-        if answer["busy"] != true || Instant::now() + BUSY_PAUSE >= until {
-            done(&answer)?;
+        let answer = ask_once(socket, request, until, longest)?;
+        if answer["busy"] != true || Instant::now() + BUSY_PAUSE >= last {
             return Ok(answer);
         }
         std::thread::sleep(BUSY_PAUSE);
     }
 }
 
-fn ask_once(socket: &Path, request: &Request, until: Option<Instant>) -> Result<Value> {
+fn ask_once(
+    socket: &Path,
+    request: &Request,
+    until: Option<Instant>,
+    longest: u64,
+) -> Result<Value> {
     let left = until.map(|until| until.saturating_duration_since(Instant::now()));
     let mut stream = connect(socket, request, left)?;
     stream.set_write_timeout(left)?;
     // A connection that is turned away is closed: what was sent before has the reason.
     let sent = stream.write_all(protocol::line(request).as_bytes());
-    let longest = until.map_or(LONGEST_REPLY, |_| LONGEST_SAMPLE);
     let mut answer = Vec::new();
     let reply = Deadline { stream, until }.take(longest);
     let read = BufReader::new(reply).read_until(b'\n', &mut answer);
-    if until.is_some() {
+    if until.is_some_and(|until| Instant::now() >= until)
+        && let Err(error) = read
+    {
         // What came until then is no answer.
-        read.as_ref()
-            .map_err(|error| anyhow!("{} does not answer in time: {error}", socket.display()))?;
+        let socket = socket.to_owned();
+        bail!(Late { socket, error });
     }
     if answer.is_empty() {
-        sent.and(read)
-            .with_context(|| format!("no reply from {}", socket.display()))?;
+        let cause = sent.and(read).err().map(|error| format!(" ({error})"));
+        bail!(
+            "{} was closed without a reply{}, as by the end of the process: see the output of the program, and start it again",
+            socket.display(),
+            cause.unwrap_or_default()
+        );
     }
-    ensure!(
-        !answer.is_empty(),
-        "{} was closed without a reply, as by the end of the process: see the output of the program, and start it again",
-        socket.display()
-    );
     serde_json::from_slice(&answer).with_context(|| {
         let start = String::from_utf8_lossy(&answer[..answer.len().min(200)]);
         format!(

@@ -14,19 +14,27 @@ use rustix::process::{Signal, set_parent_process_death_signal};
 use serde::de::DeserializeOwned;
 use sidecar_core::files;
 use sidecar_core::protocol::{LayerMask, Overlay, Reply, Request, Round, Status, StreamFigures};
-use tempfile::TempDir;
 
 use super::base::Base;
 use super::statistics::{self, Statistics};
-use crate::control;
+use crate::control::{self, Limit};
 use crate::interruption;
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{JOURNAL, Journal};
+use crate::temporary::Temporary;
 
 /// Variables of a program that masks experts.
 pub const MASKS: [(&str, &str); 1] = [("LLAMA_EXPERT_MASKS", "1")];
 /// No further variables.
 pub const NO_VARIABLES: [(&str, &str); 0] = [];
+/// The program that evaluates, unless the user names another one.
+const PERPLEXITY: &str = "llama-perplexity";
+/// Tokens of a chunk of [`TRIAL`].
+const TRIAL_CONTEXT: &str = "32";
+/// A text for a model that is tried, which is repeated.
+const TRIAL: &str = "The quick brown fox jumps over the lazy dog, and then it sleeps.\n";
+/// What the program prints before the perplexity of a text.
+const PERPLEXITY_OF_TEXT: &str = "Final estimate: PPL = ";
 /// The most characters of a line of a log in a message.
 const LONGEST_LINE: usize = 200;
 /// The name of the socket in its folder.
@@ -47,7 +55,7 @@ pub struct EvaluationOptions {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     threads: Option<u32>,
     /// The program that evaluates.
-    #[arg(long, value_name = "PROGRAM", default_value = "llama-perplexity")]
+    #[arg(long, value_name = "PROGRAM", default_value = PERPLEXITY)]
     program: OsString,
     /// Further arguments of the program, after `--`.
     #[arg(last = true)]
@@ -55,6 +63,11 @@ pub struct EvaluationOptions {
 }
 
 impl EvaluationOptions {
+    /// Returns whether the program that evaluates is the default one.
+    pub fn is_default(&self) -> bool {
+        self.program == PERPLEXITY
+    }
+
     /// Returns the program, with tokens of a chunk in place of those of the options.
     pub fn program(&self, context: Option<u32>) -> Result<Program> {
         let of_model = |word: &&String| ["-m", "--model"].contains(&word.as_str());
@@ -96,7 +109,7 @@ pub struct Running {
     /// The divergence of each chunk in the last evaluation.
     chunks: Vec<f64>,
     socket: PathBuf,
-    _folder: TempDir,
+    _folder: Temporary,
 }
 
 impl Program {
@@ -171,6 +184,7 @@ impl Program {
         let mut child = command.spawn()?;
         interruption::follow(&child);
         let status = child.wait()?;
+        interruption::end_left();
         ensure!(
             status.success(),
             "{} made no base logits ({status}): {}",
@@ -179,6 +193,32 @@ impl Program {
         );
         // The reason comes first.
         Base::read_complete(base).map_err(|error| anyhow!("{error:#}; {}", last_lines(log)))
+    }
+
+    /// Fails unless the program loads a model and computes numbers with it.
+    pub fn try_model(&self, model: &Path) -> Result<()> {
+        let folder = Temporary::new().context("cannot create a temporary folder")?;
+        let [text, log] = ["text", "log"].map(|name| folder.path().join(name));
+        fs::write(&text, TRIAL.repeat(20))?;
+        let mut command = self.command(model, &new_log(&log)?)?;
+        // The last value counts.
+        command.args(["--ctx-size", TRIAL_CONTEXT, "--chunks", "1"]);
+        let mut child = command.arg("--file").arg(&text).spawn()?;
+        interruption::follow(&child);
+        let status = child.wait()?;
+        interruption::end_left();
+        let printed = String::from_utf8_lossy(&fs::read(&log)?).into_owned();
+        let perplexity = printed
+            .split(PERPLEXITY_OF_TEXT)
+            .nth(1)
+            .and_then(|rest| rest.split_whitespace().next()?.parse().ok());
+        ensure!(
+            status.success() && perplexity.is_some_and(f64::is_finite),
+            "{} cannot use the new model ({status}), which was not kept: {}",
+            self.executable.path.display(),
+            last_lines(&log)
+        );
+        Ok(())
     }
 
     /// Loads the drop-in into the program.
@@ -318,7 +358,9 @@ impl Running {
 
     /// Sends a request and waits for its reply.
     fn ask<T: DeserializeOwned>(&self, request: &Request) -> Result<T> {
-        let answer = control::ask(&self.socket, request).and_then(|reply| control::parsed(&reply));
+        let limit = Limit::default();
+        let answer =
+            control::ask(&self.socket, request, limit).and_then(|reply| control::parsed(&reply));
         answer.with_context(|| {
             format!(
                 "the program ended or does not answer; {}",
@@ -340,15 +382,14 @@ impl Drop for Running {
         // After its end, this does nothing.
         let _ = self.child.kill();
         let _ = self.child.wait();
+        interruption::end_left();
     }
 }
 
 /// Makes a folder for a socket.
-fn socket_folder() -> Result<TempDir> {
+fn socket_folder() -> Result<Temporary> {
     let parent = std::env::temp_dir();
-    let make = || tempfile::Builder::new().prefix("llama-sidecar-").tempdir();
-    let folder = interruption::make_temporary(make, TempDir::path);
-    let folder = folder.with_context(|| {
+    let folder = Temporary::new().with_context(|| {
         format!(
             "cannot write to {}: set TMPDIR to another folder",
             parent.display()

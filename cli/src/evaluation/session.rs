@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use sidecar_core::gguf::{FileId, GgufFile};
-use tempfile::TempDir;
 
 use super::base::{self, Base, TOO_SHORT};
 use super::program::{NO_VARIABLES, Program, Running};
@@ -14,6 +13,7 @@ use super::statistics::Statistics;
 use crate::interruption;
 use crate::launch::child::without_secrets;
 use crate::output::progress;
+use crate::temporary::Temporary;
 
 /// Divergences that are smaller are those of rounded base logits.
 const LEAST: f64 = 2e-6;
@@ -24,7 +24,7 @@ pub struct Session<'a> {
     model: &'a Path,
     files: &'a [GgufFile],
     chunks: Option<u32>,
-    folder: TempDir,
+    folder: Temporary,
     log: PathBuf,
     has_ended: bool,
     base: Option<Base>,
@@ -47,16 +47,15 @@ impl<'a> Session<'a> {
         program.check()?;
         let parent = work.map_or_else(std::env::temp_dir, Path::to_owned);
         let explain = || format!("cannot write to {}", parent.display());
-        let mut names = tempfile::Builder::new();
-        names.prefix("llama-sidecar-");
         interruption::watch()?;
-        let make = || names.tempdir_in(&parent);
-        let folder = interruption::make_temporary(make, TempDir::path).with_context(explain)?;
+        let folder = Temporary::new_in(&parent).with_context(explain)?;
         if let Some(chunks) = chunks {
             let vocabulary = base::vocabulary(files);
             base::check(folder.path(), program.context, chunks, vocabulary)?;
         }
-        let make = || Ok(names.suffix(".log").tempfile_in(&parent)?.keep()?.1);
+        let mut names = tempfile::Builder::new();
+        names.prefix("llama-sidecar-").suffix(".log");
+        let make = || Ok(names.tempfile_in(&parent)?.keep()?.1);
         let log = interruption::make_temporary(make, PathBuf::as_path).with_context(explain)?;
         Ok(Session {
             program,
@@ -169,15 +168,13 @@ impl<'a> Session<'a> {
         ]
     }
 
-    /// Ends after evaluations and after the output of their results: returns the first error, and prints the other one. If a
-    /// signal came, this process ends by it.
+    /// Ends after evaluations and after the output of their results: returns the first error, and prints the other one.
     pub fn end(mut self, evaluated: Result<()>, shown: Result<()>) -> Result<()> {
         self.has_ended = evaluated.is_ok();
         drop(self);
         if let (Err(_), Err(error)) = (&evaluated, &shown) {
             progress(&format!("{error:#}"));
         }
-        interruption::end_by_signal();
         evaluated.and(shown)
     }
 }

@@ -167,6 +167,9 @@ pub fn spawn(command: &mut Command, group: Group) -> Result<Child> {
         let _ = child_started.recv();
         for origin in &mut signals {
             let signal = Signal::from_named_raw(origin.signal).filter(|_| !group_got(&origin));
+            if ![SIGUSR1, SIGUSR2].contains(&origin.signal) {
+                interruption::note(origin.signal);
+            }
             let child = CHILD.lock().unwrap_or_else(PoisonError::into_inner);
             if let (Some(child), Some(signal)) = (*child, signal) {
                 let _ = kill_process(child, signal);

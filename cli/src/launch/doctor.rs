@@ -13,6 +13,7 @@ use sidecar_core::config::Config;
 use sidecar_core::protocol::{Event, NoEffect, is_tried_ggml, path_of};
 use sidecar_core::text;
 
+use crate::interruption;
 use crate::launch::child::{self, Group};
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::hooks;
@@ -172,7 +173,7 @@ fn watch(
         }
         let events = journal.read();
         mapped.extend(events.processes().into_iter().flat_map(hooks::mapped));
-        if is_done(&events) || began.elapsed() > patience {
+        if is_done(&events) || began.elapsed() > patience || interruption::signal().is_some() {
             break;
         }
         std::thread::sleep(Duration::from_millis(50));

@@ -10,6 +10,8 @@ use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal
 use serde::Serialize;
 
 use super::child;
+use crate::interruption;
+pub use crate::interruption::stat_fields;
 
 /// What processes used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
@@ -91,6 +93,8 @@ impl Session {
                 let _ = kill_process(process, Signal::KILL);
             }
         }
+        // Those that left its session.
+        interruption::end_left();
         Ok(())
     }
 
@@ -161,12 +165,6 @@ pub fn field(text: &str, name: &str) -> u64 {
     let line = text.lines().find_map(|line| line.strip_prefix(name));
     let number = line.and_then(|line| line.split_whitespace().next()?.parse().ok());
     number.unwrap_or(0)
-}
-
-/// Returns the fields of proc_pid_stat(5), from the third on: the name before them may have spaces.
-pub fn stat_fields(text: &str) -> Option<impl Iterator<Item = &str>> {
-    let (_, fields) = text.rsplit_once(") ")?;
-    Some(fields.split_whitespace())
 }
 
 /// Returns the session of a process.

@@ -16,6 +16,7 @@ use sidecar_core::protocol::LayerMask;
 
 use crate::control::mask;
 use crate::evaluation::session::Session;
+use crate::interruption;
 use crate::output::{check_writable, progress, write_text};
 use crate::page;
 use crate::prune::search::{Found, Plan, SearchOptions};
@@ -52,8 +53,8 @@ pub struct PruneOptions {
     /// that of temporary files. The base logits of 100 chunks of 512 tokens take 7.8 GB for a vocabulary of 152 thousand.
     #[arg(long, value_name = "DIR", requires = "text")]
     work: Option<PathBuf>,
-    /// Write the pruned model; with --text, it is evaluated. That of a model in shards has as many: name the first one
-    /// (NAME-00001-of-00003.gguf), or NAME.gguf.
+    /// Write the pruned model. It gets its path when llama-perplexity has loaded and evaluated it. That of a model in shards
+    /// has as many: name the first one (NAME-00001-of-00003.gguf), or NAME.gguf.
     #[arg(short, long, value_name = "GGUF")]
     output: Option<PathBuf>,
 }
@@ -104,7 +105,16 @@ pub fn run(options: &PruneOptions) -> Result<()> {
                 !model.outputs.is_empty(),
                 "pass -o GGUF to write the new model, or --text FILE to measure what the list costs"
             );
-            model.write(&masks)
+            interruption::adopt()?;
+            interruption::end_at_signals()?;
+            let program = options.search.program()?;
+            model.write(&masks, |path| match &program {
+                Some(program) => program.try_model(path),
+                None => {
+                    progress("the new model was not loaded before it got its name: there is no llama-perplexity in PATH, and no --program");
+                    Ok(())
+                }
+            })
         }
         (given, _) => search(options, &model, given),
     }
@@ -124,9 +134,10 @@ impl Model<'_> {
     }
 
     /// Writes the model without these experts.
-    fn write(&self, masks: &[LayerMask]) -> Result<()> {
+    /// `check` is called with the first file before it gets its path.
+    fn write(&self, masks: &[LayerMask], check: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
         let pruned = self.without(masks)?;
-        let size = pruned.write(&self.outputs)?;
+        let size = pruned.write(&self.outputs, check)?;
         let before: u64 = self.files.iter().map(|file| file.source.id().size).sum();
         progress(&format!(
             "{} has {} of {} experts in each of {} layers: {} of {}",
@@ -168,10 +179,18 @@ fn measure(
             .with_context(|| format!("cannot read {}", model.path.display()))
     };
     search::run(plan, session, duplicates, found)?;
-    if let Some(first) = model.outputs.first() {
-        model.write(&plan.with_given(&found.experts))?;
-        progress("evaluating the new model");
-        found.add("the new model", &session.evaluate(first)?);
+    if !model.outputs.is_empty() {
+        let experts = plan.with_given(&found.experts);
+        model.write(&experts, |path| {
+            progress("evaluating the new model");
+            let statistics = session.evaluate(path)?;
+            ensure!(
+                statistics.kld.mean.is_finite(),
+                "the program computes no numbers with the new model"
+            );
+            found.add("the new model", &statistics);
+            Ok(())
+        })?;
     }
     Ok(())
 }

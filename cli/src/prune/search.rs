@@ -19,7 +19,7 @@ use sidecar_core::gguf::GgufFile;
 use sidecar_core::protocol::LayerMask;
 use sidecar_core::trace;
 
-use crate::evaluation::program::{EvaluationOptions, MASKS, Running};
+use crate::evaluation::program::{EvaluationOptions, MASKS, Program, Running};
 use crate::evaluation::session::Session;
 use crate::evaluation::statistics::{Statistics, is_smaller};
 use crate::output::progress;
@@ -208,6 +208,14 @@ impl SearchOptions {
         Ok(plan(count(share, mixture)?, source))
     }
 
+    /// Returns the program that evaluates; `None` if it is not at hand, and the options name no other one.
+    pub fn program(&self) -> Result<Option<Program>> {
+        match self.evaluation.program(None) {
+            Err(_) if self.evaluation.is_default() => Ok(None),
+            found => found.map(Some),
+        }
+    }
+
     /// Prepares the evaluations.
     pub fn session<'a>(
         &self,
@@ -237,8 +245,9 @@ fn count(share: f64, mixture: &Mixture) -> Result<u64> {
     let each = routing.experts / routing.groups;
     let groups = routing.groups_used.min(routing.groups);
     let used = routing.most_used();
-    // With fewer in each group, a token would have too few to choose from.
-    let most = each.saturating_sub(used.div_ceil(groups));
+    // With fewer in each group, a token would have too few to choose from, or a group none.
+    let least = if routing.groups > 1 { 2 } else { 1 };
+    let most = each.saturating_sub(used.div_ceil(groups).max(least));
     ensure!(
         most > 0,
         "a token uses {used} of the {} experts that it may choose from: none can be left out",
@@ -690,6 +699,10 @@ mod tests {
         // Three of four groups: each keeps at least two of eight.
         assert_eq!(of(0.75, mixture(32, 4, 6, 3)), Some(24));
         assert_eq!(of(0.75, mixture(32, 4, 7, 3)), None);
+        // A group with one expert is never chosen.
+        assert_eq!(of(0.5, mixture(32, 8, 2, 4)), Some(16));
+        assert_eq!(of(0.75, mixture(32, 8, 2, 4)), None);
+        assert_eq!(of(0.5, mixture(16, 8, 2, 4)), None);
         // A file may state anything.
         assert_eq!(of(0.5, mixture(8, 2, 9, 1 << 40)), None);
         assert_eq!(of(0.5, mixture(8, 1, 8, 1)), None);

@@ -10,19 +10,20 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use regex::Regex;
 use sidecar_core::gguf::{Access, GgufFile, NamePattern, TensorInfo, group, open_model};
 use sidecar_core::protocol::{Request, Status};
-use sidecar_core::reload::LoadedModel;
+use sidecar_core::reload::{LoadedModel, check_tensor};
 use sidecar_core::text;
-use tempfile::TempDir;
 
-use crate::control::{self, server};
+use crate::control::{self, Control, Limit, server};
+use crate::interruption;
 use crate::launch::executable::Executable;
 use crate::launch::hooks;
 use crate::space::{self, Need};
 use crate::swap::live;
 use crate::swap::originals::{self, Content, Originals, Record};
-use crate::swap::part::{Part, Version, hash_of};
+use crate::swap::part::{Part, Version};
 use crate::swap::rewrite::{self, Draft, Written};
 use crate::swap::target::Target;
+use crate::temporary::Temporary;
 use crate::tune;
 
 /// The forms of the command.
@@ -58,6 +59,8 @@ pub struct SwapOptions {
     /// Swap in the program that listens at this socket, and leave its files as they are.
     #[arg(long, value_name = "SOCKET", conflicts_with_all = ["model", "dry_run", "reload"])]
     live: Option<PathBuf>,
+    #[command(flatten)]
+    limit: Limit,
     /// Print the reply of the running program as JSON.
     #[arg(long, requires = "live")]
     json: bool,
@@ -78,7 +81,7 @@ struct Source {
     tensor: Regex,
     /// The model that has them: that of --from, or a temporary one.
     path: PathBuf,
-    _folder: Option<TempDir>,
+    _folder: Option<Temporary>,
 }
 
 impl SwapOptions {
@@ -94,8 +97,12 @@ impl SwapOptions {
                 _folder: None,
             }));
         };
-        let (folder, imatrix) = (tempfile::tempdir()?, self.imatrix.as_deref());
-        let made = tune::quantize(from, tensor, ty, imatrix, &self.library()?, folder.path())?;
+        interruption::end_at_signals()?;
+        let (folder, imatrix) = (Temporary::new()?, self.imatrix.as_deref());
+        let status = self.status()?;
+        let library = self.library(status.as_ref())?;
+        let in_use = self.in_use(status.as_ref())?;
+        let made = tune::quantize(from, tensor, ty, imatrix, &library, &in_use, folder.path())?;
         let names: Vec<String> = made.names.iter().map(|name| regex::escape(name)).collect();
         Ok(Some(Source {
             tensor: Regex::new(&names.join("|"))?,
@@ -104,17 +111,50 @@ impl SwapOptions {
         }))
     }
 
+    /// Returns a program's socket, and how its replies are used.
+    fn at(&self, socket: &Path) -> Control {
+        Control {
+            socket: socket.to_owned(),
+            limit: self.limit,
+            json: self.json,
+        }
+    }
+
+    /// Returns what the program that listens reports, if the options name one.
+    fn status(&self) -> Result<Option<Status>> {
+        let Some(socket) = self.live.as_ref().or(self.reload.as_ref()) else {
+            return Ok(None);
+        };
+        control::check_connection(socket, &Request::Reload)?;
+        let answer = control::ask(socket, &Request::Status, self.limit)?;
+        Ok(Some(control::parsed(&answer)?))
+    }
+
+    /// Returns the files of the model that has the tensors now. Those that only the program can read are left out.
+    fn in_use(&self, status: Option<&Status>) -> Result<Vec<GgufFile>> {
+        if let Some(model) = &self.model {
+            return Ok(open_model(model, Access::Read)?);
+        }
+        let models = status.iter().flat_map(|status| &status.models);
+        let paths = models.flat_map(|model| &model.files);
+        let open = |path: &String| GgufFile::open(path.as_ref(), Access::Read).ok();
+        Ok(paths.filter_map(open).collect())
+    }
+
     /// Returns the ggml library that quantises.
-    fn library(&self) -> Result<PathBuf> {
+    fn library(&self, status: Option<&Status>) -> Result<PathBuf> {
         const NEXT: &str = "name a libggml-base.so with --ggml";
         if let Some(library) = &self.ggml {
             return Ok(library.clone());
         }
-        if let Some(socket) = self.live.as_ref().or(self.reload.as_ref()) {
-            control::check_connection(socket, &Request::Reload)?;
-            let status: Status = control::parsed(&control::ask(socket, &Request::Status)?)?;
-            return tune::ggml_library(hooks::mapped(status.pid))
-                .with_context(|| format!("process {} has no libggml-base.so: {NEXT}", status.pid));
+        if let Some(Status { pid, .. }) = status {
+            let mapped = hooks::mapped(*pid);
+            ensure!(
+                !mapped.is_empty(),
+                "cannot read /proc/{pid}/maps, which names the ggml library of the program: run this command as its user and in its container, or {NEXT}"
+            );
+            return tune::ggml_library(mapped)
+                .with_context(|| format!("process {pid} has no libggml-base.so: {NEXT}"));
         }
         let program = Executable::find("llama-quantize".as_ref());
         let program = program.map_err(|_| {
@@ -184,14 +224,10 @@ pub fn run(options: &SwapOptions) -> Result<()> {
     let model = match (&options.model, &options.live) {
         (Some(model), None) => model,
         (_, Some(socket)) => {
+            let at = options.at(socket);
             return match (&source, &options.from) {
-                (Some(of), Some(named)) => {
-                    live::set(socket, of.tensor.as_str(), &of.path, named, options.json)
-                }
-                _ => {
-                    let tensor = options.tensor.as_ref().map(Regex::as_str);
-                    live::restore(socket, tensor, options.json)
-                }
+                (Some(of), Some(named)) => live::set(&at, of.tensor.as_str(), &of.path, named),
+                _ => live::restore(&at, options.tensor.as_ref().map(Regex::as_str)),
             };
         }
         (None, None) => bail!("name a model, or a socket with --live"),
@@ -199,7 +235,7 @@ pub fn run(options: &SwapOptions) -> Result<()> {
     let changed = swap(model, options, source.as_ref())?;
     match &options.reload {
         Some(socket) if changed => {
-            control::reload(socket, &server::ServerOptions::default(), false)
+            control::reload(&options.at(socket), &server::ServerOptions::default())
         }
         _ => Ok(()),
     }
@@ -289,7 +325,7 @@ fn plan_swap<'a>(
                 bail!(misfit);
             }
             let &(from, new) = by_name.get(name).context("a tensor that fits is there")?;
-            let hash = hash_of(from, new)?;
+            let hash = check_tensor(from, new, Some((file, info)))?.hash;
             let new = Part {
                 file: from,
                 info: new,
@@ -436,6 +472,9 @@ fn carry_out(plan: Plan<'_>, options: &SwapOptions) -> Result<bool> {
     // originals that belong to the current file exist.
     for change in &plan.changes {
         change.target.look_again()?;
+        for part in &change.new.parts {
+            part.file.source.check_unwritten()?;
+        }
     }
     let mut locks = Vec::new();
     let files = plan.changes.len();

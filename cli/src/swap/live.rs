@@ -5,17 +5,17 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use sidecar_core::protocol::{Overlay, Request, path_text};
 
-use crate::control;
+use crate::control::{self, Control};
 
 /// Sets overlays: the tensors that match take type and bytes from another model. `named` is the
 /// model that the user named, from which `from` may be quantised.
-pub fn set(socket: &Path, tensor: &str, from: &Path, named: &Path, as_json: bool) -> Result<()> {
+pub fn set(at: &Control, tensor: &str, from: &Path, named: &Path) -> Result<()> {
     let overlay = Overlay {
         tensor: tensor.into(),
         from: absolute(from)?,
         named: (from != named).then(|| absolute(named)).transpose()?,
     };
-    send(socket, None, vec![overlay], as_json)
+    send(at, None, vec![overlay])
 }
 
 /// Returns a path for a request, which has text only.
@@ -26,11 +26,11 @@ fn absolute(path: &Path) -> Result<String> {
 }
 
 /// Reverts the overlays of the tensors that match; of all without a pattern.
-pub fn restore(socket: &Path, tensor: Option<&str>, as_json: bool) -> Result<()> {
-    send(socket, Some(tensor.unwrap_or(".*")), Vec::new(), as_json)
+pub fn restore(at: &Control, tensor: Option<&str>) -> Result<()> {
+    send(at, Some(tensor.unwrap_or(".*")), Vec::new())
 }
 
-fn send(socket: &Path, revert: Option<&str>, overlays: Vec<Overlay>, as_json: bool) -> Result<()> {
+fn send(at: &Control, revert: Option<&str>, overlays: Vec<Overlay>) -> Result<()> {
     let revert = revert.map(str::to_owned);
-    control::run(socket, &Request::Swap { revert, overlays }, as_json)
+    control::run(at, &Request::Swap { revert, overlays })
 }

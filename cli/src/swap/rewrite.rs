@@ -1,7 +1,7 @@
 //! New versions of GGUF files: written next to the old file, checked, and renamed over it. A
 //! program that has the old file open keeps it, and an interruption leaves it in place.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
@@ -18,6 +18,7 @@ use crate::space::is_out_of_space;
 use crate::swap::attributes::Attributes;
 use crate::swap::part::{Part, hash_of};
 use crate::swap::target::Target;
+use crate::temporary::remove_left;
 
 /// Bytes that are copied between two updates of the progress bar.
 const STEP: u64 = 64 << 20;
@@ -84,7 +85,7 @@ impl<'a> Draft<'a> {
         let folder = folder_of(path);
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let prefix = format!(".{name}.swap-");
-        remove_leftovers(folder, &prefix);
+        remove_left(folder, &prefix, "", false);
         let made = NamedTempFile::with_prefix_in(prefix, folder).map_err(anyhow::Error::from);
         let written = made.and_then(|file| {
             lock(file.as_file());
@@ -270,17 +271,4 @@ fn copy(from: &GgufFile, at: u64, len: u64, to: &File, bar: &ProgressBar) -> Res
 fn lock(file: &File) {
     // Without locks, files of interrupted runs stay.
     let _ = file.try_lock();
-}
-
-/// Removes files of interrupted runs: those that no process has locked.
-fn remove_leftovers(folder: &Path, prefix: &str) {
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-    for entry in entries {
-        let ours = entry.file_name().to_string_lossy().starts_with(prefix);
-        // Another user may have put a FIFO there.
-        let file = ours.then(|| files::open(&entry.path()).ok()).flatten();
-        if file.is_some_and(|file| file.try_lock().is_ok()) {
-            let _ = fs::remove_file(entry.path());
-        }
-    }
 }

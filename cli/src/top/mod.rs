@@ -14,7 +14,7 @@ mod sample;
 mod screen;
 mod web;
 
-use std::io::{IsTerminal, Write, stdout};
+use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -60,7 +60,7 @@ pub fn run(options: &TopOptions) -> Result<()> {
         let programs = Programs::of(programs);
         return web::show(programs, interval, address, options.allow_control);
     }
-    match stdout().is_terminal() {
+    match std::io::stdout().is_terminal() {
         true => screen::show(Programs::of(programs), interval, options.samples),
         false => print(programs, interval, options.samples),
     }

@@ -13,6 +13,7 @@ use ratatui::widgets::{Block, Paragraph, Wrap};
 use sidecar_core::text;
 use sidecar_core::trace::LayerCounts;
 
+use crate::interruption;
 use crate::top::facts;
 use crate::top::programs::{Action, Programs};
 
@@ -24,9 +25,15 @@ const KEYS: &str = "q quit   Tab next program   r reload   v revert and freeze  
 
 const NOT_COUNTED: &str = "start the program with --expert-trace-stats to see its experts by layer";
 
-/// Shows programs until a key ends it, or so many samples were taken.
+/// Shows programs until a key or a signal ends it, or so many samples were taken.
 pub fn show(programs: Programs, interval: Duration, samples: Option<u64>) -> Result<()> {
     let ended = programs.watch(interval, samples);
+    interruption::on_signals(|signal| {
+        if !interruption::note(signal) {
+            ratatui::restore();
+            interruption::end_now(signal);
+        }
+    })?;
     let mut terminal = ratatui::try_init()?;
     let shown = Screen::new(programs).run(&mut terminal, &ended);
     ratatui::restore();
@@ -58,7 +65,8 @@ impl Screen {
                 self.message = message;
             }
             terminal.draw(|frame| self.draw(frame))?;
-            if ended.try_recv() == Err(TryRecvError::Disconnected) {
+            let is_ended = ended.try_recv() == Err(TryRecvError::Disconnected);
+            if is_ended || interruption::signal().is_some() {
                 return Ok(());
             }
             if !event::poll(TICK)? {

@@ -15,8 +15,6 @@ use std::fs::File;
 use std::io::{Read, Seek};
 use std::path::Path;
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -26,6 +24,7 @@ use serde::Serialize;
 use server::Client;
 use speeds::Speeds;
 
+use crate::interruption;
 use crate::launch::child;
 use crate::launch::executable::Executable;
 use crate::launch::journal::{Events, Journal};
@@ -59,8 +58,6 @@ pub struct Program {
     pub requests: Vec<Request>,
     /// How long a run may take.
     pub longest: Duration,
-    /// Whether the user has ended the command.
-    pub interrupted: Arc<AtomicBool>,
 }
 
 /// What a run showed.
@@ -124,22 +121,17 @@ impl Program {
             words: words.chain(arguments.iter().map(OsString::from)).collect(),
             requests: self.requests.clone(),
             longest: self.longest,
-            interrupted: self.interrupted.clone(),
         }
     }
 
     /// Returns a program. The first signal that would end this process is noted from now on.
     pub fn new(words: &[OsString], requests: Vec<Request>, longest: Duration) -> Result<Program> {
-        let interrupted = Arc::new(AtomicBool::new(false));
-        for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
-            signal_hook::flag::register(signal, interrupted.clone())?;
-        }
+        interruption::watch()?;
         Ok(Program {
             kind: Kind::of(words),
             words: words.to_vec(),
             requests,
             longest,
-            interrupted,
         })
     }
 
@@ -270,7 +262,7 @@ impl Program {
             if let Some(status) = session.look()? {
                 return Ok(Some(status));
             }
-            if self.interrupted.load(Ordering::Relaxed) {
+            if interruption::signal().is_some() {
                 bail!(Interrupted);
             }
             if Instant::now() > deadline {

@@ -12,12 +12,12 @@ use anyhow::{Context, Result, ensure};
 use ggml_quantize::{Ggml, Kind, convert};
 use indicatif::ProgressBar;
 use sidecar_core::files;
-use sidecar_core::gguf::{HeaderWriter, TypeInfo, padding};
-use sidecar_core::reload::hash_bytes;
+use sidecar_core::gguf::{GgufFile, HeaderWriter, TypeInfo, padding};
+use sidecar_core::reload::{check_tensor, hash_bytes};
 
 use super::candidate::Outcome;
 use super::imatrix::Matrix;
-use super::model::{Model, Tensor, elements};
+use super::model::{Model, Tensor, elements, find};
 use crate::space::Need;
 
 /// The alignment of tensors in files.
@@ -29,6 +29,8 @@ pub struct Quantizer<'a> {
     /// A hash of the library.
     pub library: &'a str,
     pub source: &'a Model,
+    /// The model in which the tensors are to be used; empty if that is the source itself.
+    pub in_use: &'a [GgufFile],
     /// A hash of the source.
     pub content: &'a str,
     pub matrix: Option<&'a Matrix>,
@@ -95,6 +97,10 @@ impl Quantizer<'_> {
         let mut out = BufWriter::new(file.as_file());
         out.write_all(&header.finish()).with_context(explain)?;
         for (tensor, outcome) in tensors.iter().zip(&outcomes) {
+            let name = tensor.file.header.name(tensor.info);
+            let in_use = find(self.in_use, name, &tensor.info.ne);
+            // A row of zeros, quantised, has other bytes.
+            check_tensor(tensor.file, tensor.info, in_use)?;
             self.quantize(tensor, outcome, &mut out).with_context(|| {
                 format!("cannot quantise '{}' to {}", tensor.name, outcome.ty.name())
             })?;
@@ -104,6 +110,9 @@ impl Quantizer<'_> {
         }
         out.flush().with_context(explain)?;
         drop(out);
+        for file in &self.source.files {
+            file.source.check_unwritten()?;
+        }
         files::persist(file, &path, |_| true).with_context(explain)?;
         Ok(path)
     }

@@ -38,6 +38,7 @@ use anyhow::{Context, Result, ensure};
 use ggml_quantize::Ggml;
 use indicatif::ProgressBar;
 use regex::Regex;
+use sidecar_core::gguf::GgufFile;
 use sidecar_core::reload::hash_bytes;
 use sidecar_core::text;
 
@@ -236,6 +237,10 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
             ggml: &ggml,
             library: &library_hash,
             source,
+            in_use: match reference {
+                Some(_) => &model.files[..],
+                None => &[],
+            },
             content: &content,
             matrix: matrix.as_ref(),
             threads,
@@ -311,7 +316,7 @@ pub struct Quantized {
 }
 
 /// Quantises those tensors of a model whose whole names match, as llama-quantize would, with a
-/// ggml library, into a file in a folder. Takes half of the processors: the program that evaluates
+/// ggml library, into a file in a folder. The tensors are to be used in another model. Takes half of the processors: the program that evaluates
 /// needs the others.
 pub fn quantize(
     from: &Path,
@@ -319,6 +324,7 @@ pub fn quantize(
     ty: &str,
     imatrix: Option<&Path>,
     library: &Path,
+    in_use: &[GgufFile],
     folder: &Path,
 ) -> Result<Quantized> {
     let model = Model::open(from)?;
@@ -337,6 +343,7 @@ pub fn quantize(
         ggml: &Ggml::open(library)?,
         library: "",
         source: &model,
+        in_use,
         content: "",
         matrix: matrix.as_ref(),
         threads: processors().div_ceil(2),

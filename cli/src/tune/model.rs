@@ -1,7 +1,7 @@
 //! A model's tensors, in the order in which `llama-quantize` writes them.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -214,6 +214,19 @@ impl<'a> Tensor<'a> {
             matrices: usize::try_from(matrices.checked_mul(more)?).ok()?,
         })
     }
+}
+
+/// Returns a tensor of a model, by name and shape.
+pub fn find<'a>(
+    files: &'a [GgufFile],
+    name: &CStr,
+    ne: &[u64; 4],
+) -> Option<(&'a GgufFile, &'a TensorInfo)> {
+    let mut found = files.iter().filter_map(|file| {
+        let at = file.header.find(name)?;
+        Some((file, &file.header.tensors[at]))
+    });
+    found.find(|(_, info)| info.ne == *ne)
 }
 
 /// Returns the number of elements of a tensor.

@@ -109,6 +109,7 @@ pub fn of_failure(folder: &Path) -> String {
 /// Prints how to continue when a key or a signal ends this process.
 pub fn on_interruption(folder: &Path) -> Result<()> {
     let folder = folder.display().to_string();
+    interruption::adopt()?;
     interruption::on_signals(move |signal| {
         eprintln!(
             "\nllama-sidecar: interrupted; {folder} has what was measured: run the same command again to continue"

@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use sidecar_core::gguf::GgufFile;
 use sidecar_core::gguf::{Access, HeaderWriter, Pieces, copy_value, open_model};
-use sidecar_core::gguf::{GgufFile, TensorInfo};
+use sidecar_core::reload::check_tensor;
 
 use super::mix::Mix;
-use super::model::Tensor;
+use super::model::{Tensor, find};
 use super::sweep::{Plan, Sweep};
 use crate::output::{NewFile, write_model};
 
@@ -95,9 +96,15 @@ pub fn write(plan: &Plan<'_>, mix: &Mix<'_>, sweep: &mut Sweep<'_>, path: &Path)
     let tensors = mix.parts.iter().map(|part| {
         let (from, info) = match part.candidate {
             None => (part.tensor.file, part.tensor.info),
-            Some(candidate) => find(&sources[&candidate], part.tensor.name)
-                .with_context(|| format!("'{}' is missing in the work folder", part.tensor.name))?,
+            Some(candidate) => {
+                let Tensor { name, file, info } = part.tensor;
+                find(&sources[&candidate], file.header.name(info), &info.ne)
+                    .with_context(|| format!("'{name}' is missing in the work folder"))?
+            }
         };
+        // What stays is compared with nothing.
+        let model = part.candidate.map(|_| (part.tensor.file, part.tensor.info));
+        check_tensor(from, info, model)?;
         let pieces = match mix.cut {
             Some(cut) => plan.cuts[cut].pruned.part(from, info)?.pieces,
             None => std::iter::once(info.offset..info.offset + info.nbytes).collect(),
@@ -105,19 +112,12 @@ pub fn write(plan: &Plan<'_>, mix: &Mix<'_>, sweep: &mut Sweep<'_>, path: &Path)
         Ok(Pieces::of(from, pieces))
     });
     let tensors = tensors.collect::<Result<_>>()?;
-    write_model(vec![NewFile {
+    let file = vec![NewFile {
         path: path.to_owned(),
         header: header(plan, mix)?,
         alignment: ALIGNMENT.into(),
         tensors,
-    }])?;
+    }];
+    write_model(file, |path| plan.program.try_model(path))?;
     Ok(())
-}
-
-fn find<'a>(files: &'a [GgufFile], name: &str) -> Option<(&'a GgufFile, &'a TensorInfo)> {
-    let name = std::ffi::CString::new(name).ok()?;
-    files.iter().find_map(|file| {
-        let at = file.header.find(&name)?;
-        Some((file, &file.header.tensors[at]))
-    })
 }

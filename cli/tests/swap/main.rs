@@ -1,5 +1,6 @@
 //! `llama-sidecar swap`, as a user runs it.
 
+mod damaged;
 mod disk;
 mod folder;
 mod originals;

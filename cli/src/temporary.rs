@@ -1,0 +1,125 @@
+//! Folders for what takes only space after the command.
+//!
+//! A folder is removed at the end of its owner and by a signal. A process that is killed leaves it: the folder was locked,
+//! and the next command that makes one beside it removes those without a lock.
+
+use std::fs::{self, File, TryLockError};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use sidecar_core::files;
+use tempfile::TempDir;
+
+use crate::interruption;
+
+/// What the names of folders start with that have files of any kind.
+const PREFIX: &str = "llama-sidecar.";
+
+/// A folder that goes when this is dropped.
+pub struct Temporary {
+    folder: TempDir,
+    // Closed after the folder is gone.
+    _lock: File,
+}
+
+impl Temporary {
+    /// Makes a folder where temporary files are.
+    pub fn new() -> io::Result<Temporary> {
+        Temporary::new_in(&std::env::temp_dir())
+    }
+
+    /// Makes a folder in another one.
+    pub fn new_in(parent: &Path) -> io::Result<Temporary> {
+        Temporary::named(parent, PREFIX, "")
+    }
+
+    /// Makes a folder whose name begins and ends with these. Removes those with such names that killed processes have left.
+    pub fn named(parent: &Path, prefix: &str, suffix: &str) -> io::Result<Temporary> {
+        remove_left(parent, prefix, suffix, true);
+        let mut names = tempfile::Builder::new();
+        let names = names.prefix(prefix).suffix(suffix);
+        loop {
+            let made = interruption::make_temporary(|| names.tempdir_in(parent), TempDir::path)?;
+            let lock = match File::open(made.path()) {
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                opened => opened?,
+            };
+            let is_taken = matches!(lock.try_lock(), Err(TryLockError::WouldBlock));
+            // Before it was locked, another process may have taken it for one that was left. Without locks, what is left stays.
+            if !is_taken && is_at(&lock, made.path()) {
+                return Ok(Temporary {
+                    folder: made,
+                    _lock: lock,
+                });
+            }
+        }
+    }
+
+    pub fn path(&self) -> &Path {
+        self.folder.path()
+    }
+}
+
+/// Whether a path still names an open file.
+fn is_at(file: &File, path: &Path) -> bool {
+    let same = |found: fs::Metadata| {
+        let of = file.metadata()?;
+        Ok::<_, io::Error>((found.dev(), found.ino()) == (of.dev(), of.ino()))
+    };
+    fs::symlink_metadata(path).and_then(same).unwrap_or(false)
+}
+
+/// Removes files or folders with such names that no process has locked.
+pub fn remove_left(parent: &Path, prefix: &str, suffix: &str, folders: bool) {
+    let entries = fs::read_dir(parent).into_iter().flatten().flatten();
+    for entry in entries {
+        let (name, path) = (entry.file_name(), entry.path());
+        let name = name.to_string_lossy();
+        if !name.starts_with(prefix) || !name.ends_with(suffix) {
+            continue;
+        }
+        // Another user may have put a FIFO, or a link, there.
+        let is_own = fs::symlink_metadata(&path).is_ok_and(|found| {
+            let is_kind = if folders {
+                found.is_dir()
+            } else {
+                found.is_file()
+            };
+            is_kind && files::check_owner(&found).is_ok()
+        });
+        let opened = is_own.then(|| File::open(&path).ok()).flatten();
+        if opened.is_some_and(|there| there.try_lock().is_ok()) {
+            let _ = match folders {
+                true => fs::remove_dir_all(&path),
+                false => fs::remove_file(&path),
+            };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_killed_process_left_goes_and_what_is_in_use_stays() {
+        let parent = tempfile::tempdir().expect("a folder");
+        let make = || Temporary::named(parent.path(), ".a.", ".part").expect("a folder");
+        let held = make();
+        fs::write(held.path().join("data"), "1").expect("free space");
+        let left = parent.path().join(".a.left.part");
+        fs::create_dir(&left).expect("a folder");
+        fs::write(left.join("data"), "1").expect("free space");
+        let others = [".b.left.part", ".a.left"].map(|name| parent.path().join(name));
+        for other in &others {
+            fs::create_dir(other).expect("a folder");
+        }
+        let second = make();
+        assert!(!left.exists() && held.path().join("data").exists());
+        assert!(others.iter().all(|other| other.exists()));
+        let path = second.path().to_owned();
+        drop(second);
+        assert!(!path.exists());
+    }
+}
