@@ -73,9 +73,8 @@ impl Pruning {
             temporary: tempfile::tempdir().expect("a folder"),
         };
         let mut model = Gguf::default()
-            .kv("general.architecture", Kv::Text("test".into()))
-            .kv("test.expert_count", Kv::U32(4))
-            .kv("test.expert_used_count", Kv::U32(1))
+            .kv("llama.expert_count", Kv::U32(4))
+            .kv("llama.expert_used_count", Kv::U32(1))
             .tensor("blk.0.ffn_gate_inp.weight", &[64, 4], F32, 1);
         for name in ["gate", "up", "down"] {
             let name = format!("blk.0.ffn_{name}_exps.weight");

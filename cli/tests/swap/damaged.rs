@@ -61,9 +61,8 @@ fn defects_of_the_tensor_in_use_are_no_damage() {
 
 /// A model of one layer with four experts.
 fn mixture(path: &str) -> Gguf {
-    let key = |name: &str| format!("test.{name}");
+    let key = |name: &str| format!("llama.{name}");
     let mut file = Gguf::default()
-        .kv("general.architecture", Kv::Text("test".into()))
         .kv(&key("expert_count"), Kv::U32(4))
         .kv(&key("expert_used_count"), Kv::U32(1))
         .tensor("blk.0.ffn_gate_inp.weight", &[64, 4], F32, 1);
