@@ -1,13 +1,13 @@
 //! The calls of a program that a capability cannot do without.
 //!
 //! A call arrives if it goes through the loader. An object that defines a function and has no slot for it calls its own
-//! definition (`-Bsymbolic`, link-time optimisation), and such a call is never seen. A capability that does not learn
+//! definition (`-Bsymbolic`, link-time optimisation), and such a call is never seen. A capability that does not find
 //! that memory is freed, or that an evaluation runs, is unsafe: it is off where a call of its list cannot arrive.
 
 use crate::loader::caller::{Caller, Hook};
 use crate::loader::loaded;
 
-/// What a capability must learn to be safe.
+/// What a capability must find to be safe.
 struct Needs {
     /// From the object that loads models.
     of_program: &'static [Hook],
