@@ -3,16 +3,18 @@
 //! `exit` runs the handlers of atexit(3), a signal does not. Programs that handle a signal
 //! themselves (servers), or ignore it, are not changed.
 
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
 
 use crate::process::thread;
 
 /// The signals with which users end a program.
 const SIGNALS: [libc::c_int; 2] = [libc::SIGTERM, libc::SIGINT];
 
-/// The write end of the pipe that wakes the thread.
-static WAKE: AtomicI32 = AtomicI32::new(-1);
+/// Wakes the thread. A semaphore and not a pipe: a program may close each descriptor, and use its number
+/// for another file.
+static WAKE: AtomicPtr<libc::sem_t> = AtomicPtr::new(std::ptr::null_mut());
+/// The signal that came first.
+static SIGNAL: AtomicI32 = AtomicI32::new(0);
 /// The process of the thread. A forked child has the handler and not the thread.
 static PROCESS: AtomicI32 = AtomicI32::new(0);
 
@@ -25,20 +27,14 @@ pub fn finish_on_signals(finish: fn()) {
     if fatal.is_empty() {
         return;
     }
-    let mut ends = [-1; 2];
-    // SAFETY: plain system calls; the handler only calls functions that are safe in a handler.
+    // SAFETY: a semaphore that is never freed, initialised before its first use; the handler only calls
+    // functions that are safe in a handler.
     unsafe {
-        if libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) != 0 {
-            return;
-        }
-        let (read, write) = (OwnedFd::from_raw_fd(ends[0]), OwnedFd::from_raw_fd(ends[1]));
-        WAKE.store(write.as_raw_fd(), Ordering::SeqCst);
+        let wake = Box::into_raw(Box::new(std::mem::zeroed::<libc::sem_t>()));
+        libc::sem_init(wake, 0, 0);
+        WAKE.store(wake, Ordering::SeqCst);
         PROCESS.store(libc::getpid(), Ordering::SeqCst);
-        let started = thread::spawn("llama-sidecar-e", move || {
-            let _open = write;
-            wait_and_end(&read, finish);
-        });
-        if !started {
+        if !thread::spawn("llama-sidecar-e", move || wait_and_end(finish)) {
             return;
         }
         for signal in fatal {
@@ -69,20 +65,18 @@ extern "C" fn on_signal(signal: libc::c_int) {
             return;
         }
         let before = *libc::__errno_location();
-        // The number of a signal fits into a byte.
-        let byte = signal as u8;
-        libc::write(WAKE.load(Ordering::SeqCst), (&raw const byte).cast(), 1);
+        let _ = SIGNAL.compare_exchange(0, signal, Ordering::SeqCst, Ordering::SeqCst);
+        libc::sem_post(WAKE.load(Ordering::SeqCst));
         *libc::__errno_location() = before;
     }
 }
 
-fn wait_and_end(read: &OwnedFd, finish: fn()) {
-    let mut byte = 0u8;
-    // SAFETY: one byte to read into; then the signal has its default effect.
+fn wait_and_end(finish: fn()) {
+    // SAFETY: the semaphore is never freed; after `finish`, the signal has its default effect.
     unsafe {
-        while libc::read(read.as_raw_fd(), (&raw mut byte).cast(), 1) < 0 {}
+        while libc::sem_wait(WAKE.load(Ordering::SeqCst)) != 0 {}
         finish();
-        let signal = libc::c_int::from(byte);
+        let signal = SIGNAL.load(Ordering::SeqCst);
         libc::signal(signal, libc::SIG_DFL);
         libc::kill(libc::getpid(), signal);
     }
