@@ -78,6 +78,7 @@ impl Fixture {
     /// Drops all pages of the file from memory; returns whether none is left.
     fn drop_cache(&self) -> bool {
         let file = self.gguf.source.handle();
+        let file = file.get().unwrap();
         (0..20).any(|_| {
             // SAFETY: advice for a descriptor that is open.
             unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
@@ -93,12 +94,13 @@ impl Fixture {
     /// Maps the file.
     fn map(&self) -> memmap2::Mmap {
         // SAFETY: no program writes the files of these tests.
-        unsafe { memmap2::Mmap::map(&self.gguf.source.handle()) }.unwrap()
+        unsafe { memmap2::Mmap::map(self.gguf.source.handle().get().unwrap()) }.unwrap()
     }
 
     /// Returns the pages of the file that are in memory or on their way.
     fn cached_pages(&self) -> std::io::Result<BTreeSet<u64>> {
         let file = self.gguf.source.handle();
+        let file = file.get().unwrap();
         let mut found = BTreeSet::new();
         for page in 0..file.metadata()?.len().div_ceil(PAGE) {
             let range = [page * PAGE, PAGE];

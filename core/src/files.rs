@@ -20,6 +20,9 @@ use std::path::{Path, PathBuf};
 use parking_lot::Mutex;
 use tempfile::NamedTempFile;
 
+use crate::descriptors::{self, Kept, above_standard};
+use crate::signals::without_write_signals;
+
 /// The end of the name of a file that is not complete. The name starts with a dot.
 pub const INCOMPLETE: &str = ".part";
 
@@ -97,11 +100,11 @@ pub fn write(
 ) -> io::Result<Option<PathBuf>> {
     let path = resolve(path)?;
     if let Some(mut stream) = stream(&path)? {
-        stream.write_all(content)?;
+        without_write_signals(|| stream.write_all(content))?;
         return Ok(None);
     }
     let mut new = beside(&path)?;
-    new.write_all(content)?;
+    without_write_signals(|| new.write_all(content))?;
     let kept = put(new, &path, |_, start| Ok(replaces(start)))?.1;
     Ok(kept)
 }
@@ -114,21 +117,22 @@ pub fn write(
 pub fn create(
     path: &Path,
     replaces: impl Fn(&[u8]) -> bool,
-) -> io::Result<(File, Option<PathBuf>)> {
+) -> io::Result<(Kept, Option<PathBuf>)> {
     let path = resolve(path)?;
     if let Some(stream) = stream(&path)? {
-        return Ok((stream, None));
+        return Ok((Kept::new(stream)?, None));
     }
     let new = beside(&path)?;
     // Where the file system has no locks, there is no answer.
     let _ = new.as_file().try_lock();
-    put(new, &path, |there, start| match there.try_lock() {
+    let (file, kept) = put(new, &path, |there, start| match there.try_lock() {
         Err(TryLockError::WouldBlock) => Err(io::Error::new(
             ErrorKind::ResourceBusy,
             "another process writes to it: use a path with %p, which is replaced by the process ID",
         )),
         _ => Ok(replaces(start)),
-    })
+    })?;
+    Ok((Kept::new(file)?, kept))
 }
 
 /// Fails if no file can be written at a path, so that a long work can fail before it begins. What
@@ -170,25 +174,25 @@ pub fn persist(
 
 /// Writes renames in the folder of a file to disk.
 pub fn sync_folder_of(path: &Path) -> io::Result<()> {
-    File::open(folder_of(path))?.sync_all()
+    descriptors::open(OpenOptions::new().read(true), folder_of(path))?.sync_all()
 }
 
 /// Creates a file with a random name in the folder of a path, with the mode that the user gives
 /// to new files.
 pub fn beside(path: &Path) -> io::Result<NamedTempFile> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    tempfile::Builder::new()
-        .prefix(&format!(".{name}."))
+    let prefix = format!(".{name}.");
+    let mut new = tempfile::Builder::new();
+    new.prefix(&prefix)
         .suffix(INCOMPLETE)
         .rand_bytes(12)
-        .permissions(Permissions::from_mode(0o666))
-        .tempfile_in(folder_of(path))
-        .map_err(|error| {
-            // Without the random name.
-            let text = error.to_string();
-            let cause = text.split(" at path ").next().unwrap_or_default();
-            io::Error::new(error.kind(), cause)
-        })
+        .permissions(Permissions::from_mode(0o666));
+    above_standard(|| new.tempfile_in(folder_of(path))).map_err(|error| {
+        // Without the random name.
+        let text = error.to_string();
+        let cause = text.split(" at path ").next().unwrap_or_default();
+        io::Error::new(error.kind(), cause)
+    })
 }
 
 /// Logs where an earlier file is kept, if there was one.
@@ -257,7 +261,7 @@ fn open_at(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
         true => 0,
         false => libc::O_NOFOLLOW | libc::O_NONBLOCK,
     };
-    options.custom_flags(flags).open(path)
+    descriptors::open(options.custom_flags(flags), path)
 }
 
 /// Opens what takes bytes and keeps none: a FIFO, a terminal, a descriptor of this process.
@@ -495,7 +499,7 @@ mod tests {
     fn a_file_that_is_being_written_stays() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("r");
-        let (mut first, _) = create(&path, |_| false).expect("free space");
+        let (first, _) = create(&path, |_| false).expect("free space");
         first.write_all(b"more").expect("free space");
         let busy = create(&path, |_| true).expect_err("it is locked");
         assert_eq!(busy.kind(), ErrorKind::ResourceBusy);

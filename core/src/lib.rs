@@ -21,7 +21,13 @@
 //! | [`config`] | variables |
 //! | [`files`] | files in folders that other users may write |
 //! | [`text`] | text from outside, for each kind of output |
+//! | [`descriptors`] | descriptors inside a program that has its own |
+//! | [`signals`] | signals that this library keeps from the program |
+// Tests are no programs of users.
+#![cfg_attr(test, allow(clippy::disallowed_methods))]
+
 pub mod config;
+pub mod descriptors;
 pub mod error;
 pub mod experts;
 pub mod fetch;
@@ -33,6 +39,7 @@ pub mod parallel;
 mod priority;
 pub mod protocol;
 pub mod reload;
+pub mod signals;
 pub mod stream;
 pub mod summary;
 pub mod text;

@@ -4,13 +4,13 @@
 //! the drop-in call [`init`].
 
 use std::io::Write;
-use std::mem::MaybeUninit;
 use std::sync::{Arc, Once};
 
 use log::{Level, LevelFilter, Log, Metadata, Record};
 use parking_lot::RwLock;
 
 use crate::config::Config;
+use crate::signals::without_write_signals;
 use crate::text;
 
 /// Target of messages that a variable of their own requests, for example
@@ -41,35 +41,16 @@ pub fn init() {
     }
 }
 
-/// Writes to a pipe or a socket. A reader that is gone does not end the process by SIGPIPE.
-pub fn without_sigpipe<T>(write: impl FnOnce() -> T) -> T {
-    let mut pipe = MaybeUninit::<libc::sigset_t>::uninit();
-    let mut before = MaybeUninit::<libc::sigset_t>::uninit();
-    let mut pending = MaybeUninit::<libc::sigset_t>::uninit();
-    let now = libc::timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    // SAFETY: sets that are filled before they are read. A SIGPIPE of this write is taken before the
-    // mask is restored; one that was pending before is the program's.
-    unsafe {
-        libc::sigemptyset(pipe.as_mut_ptr());
-        libc::sigaddset(pipe.as_mut_ptr(), libc::SIGPIPE);
-        libc::pthread_sigmask(libc::SIG_BLOCK, pipe.as_ptr(), before.as_mut_ptr());
-        libc::sigemptyset(pending.as_mut_ptr());
-        libc::sigpending(pending.as_mut_ptr());
-        let written = write();
-        if libc::sigismember(pending.as_ptr(), libc::SIGPIPE) == 0 {
-            libc::sigtimedwait(pipe.as_ptr(), std::ptr::null_mut(), &now);
-        }
-        libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut());
-        written
-    }
-}
-
 /// Sends messages to `sink`, or to standard error again with `None`.
 pub fn set_sink(sink: Option<Arc<Sink>>) {
     *SINK.write() = sink;
+}
+
+/// Writes whole lines to standard error. A host may have closed it, or the pipe that it is: a failed write is
+/// ignored.
+pub fn print(lines: &str) {
+    let lines = text::lines(lines);
+    let _ = without_write_signals(|| std::io::stderr().write_all(lines.as_bytes()));
 }
 
 struct Messages;
@@ -89,7 +70,6 @@ impl Log for Messages {
         let message = text::line(&message);
         match sink {
             Some(sink) => sink(record.level(), &message),
-            // A host may have closed its standard error: a failed write is ignored.
             None => {
                 // One write for the whole line: the host writes to the same descriptor.
                 let level = match record.level() {
@@ -98,8 +78,7 @@ impl Log for Messages {
                     Level::Info => "info",
                     Level::Debug | Level::Trace => "debug",
                 };
-                let line = format!("llama-sidecar: {level}: {message}\n");
-                let _ = std::io::stderr().write_all(line.as_bytes());
+                print(&format!("llama-sidecar: {level}: {message}\n"));
             }
         }
     }

@@ -1,6 +1,14 @@
 //! The free memory of this process.
 
+use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::descriptors::read_to_string;
+
+/// Bytes of address space that were taken.
+static TAKEN: AtomicU64 = AtomicU64::new(0);
 
 /// Returns how much of the free memory new buffers may use: all but one sixteenth, and all but at
 /// least 64 MiB.
@@ -11,8 +19,8 @@ pub fn usable(free: u64) -> u64 {
 /// Returns the bytes that this process can still allocate, and the name of the limit. Page cache
 /// that can be dropped counts as free.
 pub fn free_memory() -> Option<(u64, &'static str)> {
-    let machine = available(&std::fs::read_to_string("/proc/meminfo").ok()?)?;
-    let group = control_groups(&std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default())
+    let machine = available(&read_to_string("/proc/meminfo").ok()?)?;
+    let group = control_groups(&read_to_string("/proc/self/cgroup").unwrap_or_default())
         .iter()
         .filter_map(|folder| free_in_group(folder))
         .min();
@@ -20,6 +28,61 @@ pub fn free_memory() -> Option<(u64, &'static str)> {
         Some(group) if group < machine => (group, "the memory limit of the control group"),
         _ => (machine, "the machine"),
     })
+}
+
+/// Address space that was taken from the limit of this process.
+#[derive(Debug)]
+pub struct Taken(u64);
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        TAKEN.fetch_sub(self.0, Ordering::SeqCst);
+    }
+}
+
+/// Takes address space. Where it is limited, the program keeps half of what was left at the first call,
+/// and at least 256 MiB: it has yet to allocate its context and what its threads need.
+///
+/// # Errors
+///
+/// Fails if less is left.
+pub fn take_address_space(bytes: u64) -> io::Result<Taken> {
+    static MOST: OnceLock<u64> = OnceLock::new();
+    let Some(free) = free_address_space() else {
+        return Ok(Taken(0));
+    };
+    let most = *MOST.get_or_init(|| free.saturating_sub((free / 2).max(256 << 20)));
+    let order = Ordering::SeqCst;
+    let fits = |taken: u64| taken.checked_add(bytes).filter(|sum| *sum <= most);
+    match TAKEN.fetch_update(order, order, fits) {
+        Ok(_) => Ok(Taken(bytes)),
+        Err(taken) => Err(io::Error::other(format!(
+            "it needs {} MiB of address space, and the limit (ulimit -v) leaves {} MiB beside what the program may need: raise the limit",
+            bytes >> 20,
+            (most - taken) >> 20
+        ))),
+    }
+}
+
+/// Takes the address space of a thread: its stack, and what malloc reserves for it (`HEAP_MAX_SIZE` of glibc).
+pub fn take_for_thread() -> io::Result<Taken> {
+    take_address_space((2 << 20) + (64 << 20))
+}
+
+/// Returns the bytes of address space that this process can still map; `None` without a limit.
+fn free_address_space() -> Option<u64> {
+    let mut limit = libc::rlimit {
+        rlim_cur: libc::RLIM_INFINITY,
+        rlim_max: libc::RLIM_INFINITY,
+    };
+    // SAFETY: a valid struct.
+    unsafe { libc::getrlimit(libc::RLIMIT_AS, &mut limit) };
+    let limit = Some(limit.rlim_cur).filter(|limit| *limit != libc::RLIM_INFINITY)?;
+    let mapped = read_to_string("/proc/self/statm").ok()?;
+    let pages: u64 = mapped.split(' ').next()?.parse().ok()?;
+    // SAFETY: a plain call.
+    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as u64;
+    Some(limit.saturating_sub(pages * page))
 }
 
 /// Returns `MemAvailable` of /proc/meminfo, in bytes.
@@ -61,12 +124,12 @@ fn free_in_group(folder: &Path) -> Option<u64> {
     let number = |names: [&str; 2]| {
         let text = names
             .iter()
-            .find_map(|name| std::fs::read_to_string(folder.join(name)).ok())?;
+            .find_map(|name| read_to_string(folder.join(name)).ok())?;
         text.trim().parse::<u64>().ok()
     };
     let limit = number(["memory.max", "memory.limit_in_bytes"])?;
     let used = number(["memory.current", "memory.usage_in_bytes"])?;
-    let statistics = std::fs::read_to_string(folder.join("memory.stat")).unwrap_or_default();
+    let statistics = read_to_string(folder.join("memory.stat")).unwrap_or_default();
     Some(limit.saturating_sub(used.saturating_sub(cached(&statistics))))
 }
 

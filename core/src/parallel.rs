@@ -3,24 +3,10 @@
 use parking_lot::{Condvar, Mutex};
 
 use crate::priority::lower_priority;
+use crate::signals::without_signals;
 
 /// The number of threads above which copying memory does not get faster.
 const MAX_THREADS: usize = 8;
-
-/// Calls `start` with all signals of this thread blocked: a thread that it starts handles none of
-/// the program's signals, from its first instruction on.
-pub fn without_signals<T>(start: impl FnOnce() -> T) -> T {
-    let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: valid sets, of which the first is filled here and the second by the first call.
-    unsafe {
-        libc::sigfillset(all.as_mut_ptr());
-        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
-        let started = start();
-        libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut());
-        started
-    }
-}
 
 /// The threads that divide work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

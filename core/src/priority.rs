@@ -1,12 +1,19 @@
 //! The CPUs and the priority of the calling thread.
 
+use crate::descriptors::above_standard;
+
 /// Gives this thread the CPUs of all threads of the process, and the ordinary scheduling policy in
 /// place of a real-time policy. Otherwise, it has what the thread that started it has: ggml binds
 /// threads that compute to CPUs (`--cpu-mask`, `--cpu-strict`) and gives them real-time policies
 /// (`--prio`). A failure has no effect but on speed.
 pub fn clear_placement() {
     let own = affinity(0);
-    let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten();
+    let tasks = above_standard(|| {
+        #[expect(clippy::disallowed_methods, reason = "with a number above 2")]
+        std::fs::read_dir("/proc/self/task")
+    })
+    .into_iter()
+    .flatten();
     let ids = tasks.filter_map(|task| task.ok()?.file_name().to_str()?.parse().ok());
     let others = ids.filter_map(affinity);
     // SAFETY: the sets have the size that is given; the parameter is read during the call.

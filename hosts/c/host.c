@@ -10,6 +10,8 @@
 //   force N   evaluates the next N tokens of a fixed text, one at a time; the answer
 //             has the ms of a token, its major page faults and a hash of all logits
 //   cycle N   frees the model, and loads it and evaluates a token N times; the last one stays
+//   close FILE
+//             closes all descriptors from 3 on, as closefrom does, and opens FILE in place of each
 //   prefill N evaluates the first N tokens of the text in one batch; `force` goes on
 //             after them
 //
@@ -20,6 +22,7 @@
 // keeps routed experts in host memory, and all else on the GPU. HOST_PLAIN_BUFFERS keeps weights
 // out of the CPU's special buffer types (CPU_REPACK, AMX), as llama.cpp's flag --no-repack does.
 // HOST_OVERRIDE replaces a number of the metadata, as llama.cpp's flag --override-kv does: KEY=NUMBER.
+#include <fcntl.h>
 #include <inttypes.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -28,6 +31,7 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "read_at_matmul.h"
 
@@ -291,6 +295,17 @@ static void cycle(const char * path, int count) {
     puts("cycled");
 }
 
+static void close_all(const char * path) {
+    int closed = 0;
+    for (int number = 3; number < 1024; number++) {
+        closed += close(number) == 0;
+    }
+    while (closed-- > 0) {
+        open(path, O_RDWR | O_APPEND | O_CREAT, 0600);
+    }
+    puts("closed");
+}
+
 int main(int argc, char ** argv) {
     if (argc != 3) {
         fprintf(stderr, "usage: host LIBRARIES MODEL\n");
@@ -341,6 +356,8 @@ int main(int argc, char ** argv) {
             puts("freed");
         } else if (strcmp(line, "cycle") == 0) {
             cycle(argv[2], atoi(argument));
+        } else if (strcmp(line, "close") == 0) {
+            close_all(argument);
         } else if (strcmp(line, "load") == 0) {
             load(argument);
             puts("loaded");

@@ -27,6 +27,8 @@
 //! before the program opens its first GGUF file with a variable set that enables a capability. A program
 //! without ggml never enters this library.
 #![deny(unsafe_op_in_unsafe_fn, missing_docs)]
+// Tests are no programs of users.
+#![cfg_attr(test, allow(clippy::disallowed_methods))]
 
 mod control;
 mod ggml;

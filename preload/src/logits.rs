@@ -3,12 +3,11 @@
 //! Hashes are lines of the file that `LLAMA_SIDECAR_LOGITS_HASHES` names, and of the log at debug level.
 
 use std::ffi::CStr;
-use std::fs::File;
-use std::io::Write;
 
 use once_cell::sync::Lazy;
 use parking_lot::Mutex;
 use sidecar_core::config::{Config, Variable};
+use sidecar_core::descriptors::Kept;
 use sidecar_core::files;
 use sidecar_core::protocol::NoEffect;
 use sidecar_core::reload::hash_bytes;
@@ -26,7 +25,7 @@ const TITLE: &str = "# rows and hash of each output\n";
 
 /// Whether an output was hashed.
 static EFFECT: Effect = Effect::of(NoEffect::LOGITS);
-static OUTPUT: Lazy<Option<Mutex<File>>> = Lazy::new(open);
+static OUTPUT: Lazy<Option<Mutex<Kept>>> = Lazy::new(open);
 
 /// Hashes of logits, as a capability.
 pub struct Logits;
@@ -43,10 +42,10 @@ impl Capability for Logits {
     }
 }
 
-fn open() -> Option<Mutex<File>> {
+fn open() -> Option<Mutex<Kept>> {
     let path = Config::get().logits_hashes.as_ref()?;
     let created = files::create(path, |start| start.starts_with(TITLE.as_bytes()));
-    let written = created.and_then(|(mut file, kept)| {
+    let written = created.and_then(|(file, kept)| {
         files::log_kept(path, kept.as_deref());
         file.write_all(TITLE.as_bytes()).map(|()| file)
     });
@@ -92,7 +91,8 @@ pub unsafe fn note_output(ggml: &Ggml, graph: *mut Graph) {
     );
     // A batch of a prompt that is not its last one has no output.
     if let Some(file) = OUTPUT.as_ref().filter(|_| rows > 0) {
-        match writeln!(file.lock(), "{rows} {hash:032x}") {
+        let line = format!("{rows} {hash:032x}\n");
+        match file.lock().write_all(line.as_bytes()) {
             Ok(()) => EFFECT.note(),
             Err(error) => note(&error),
         }

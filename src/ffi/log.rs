@@ -7,6 +7,7 @@ use std::sync::Arc;
 use super::handle;
 use super::status::{llama_sidecar_status, status};
 use sidecar_core::logger;
+use sidecar_core::signals::without_write_signals;
 
 /// Runs when the library is loaded.
 #[used]
@@ -24,7 +25,7 @@ extern "C" fn loaded() {
     let preload = unsafe { CStr::from_ptr(preload) }.to_bytes();
     if has_this_library(preload) {
         let message = b"llama-sidecar: warning: LD_PRELOAD has libllama_sidecar.so, which only programs that link it use: preload libllama_sidecar_preload.so instead, or start the program with 'llama-sidecar run'\n";
-        let _ = logger::without_sigpipe(|| std::io::stderr().write_all(message));
+        let _ = without_write_signals(|| std::io::stderr().write_all(message));
     }
 }
 

@@ -19,8 +19,9 @@ use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{Flag, put_text, routed_ids, text};
 use crate::model::Model;
 use sidecar_core::config::Config;
+use sidecar_core::logger::print;
 use sidecar_core::trace::{
-    ExpertLayout, ExpertNames, Ids, ModelMeta, Trace, enabled, log_unwritten, numbered, print,
+    ExpertLayout, ExpertNames, Ids, ModelMeta, Trace, enabled, log_unwritten, numbered,
     print_exported, print_summary, to_text, write,
 };
 

@@ -45,7 +45,7 @@ use std::time::Instant;
 
 use crate::device::{AsyncDevice, DeviceError, Stream};
 use crate::model::Model;
-use sidecar_core::parallel::without_signals;
+use sidecar_core::signals::without_signals;
 use sidecar_core::trace::{Snapshot, hottest};
 
 pub use acquire::{Acquired, ExpertBytes};

@@ -91,6 +91,10 @@ const CHECKS: &[Check] = &[
         cmake::ctest(&target_folder()?.join("hosts-c"), &[])
     }),
     Check::programs("drop-in in real hosts", "dropin"),
+    Check::programs(
+        "drop-in with limits and closed descriptors",
+        "dropin_limits",
+    ),
     Check::programs("drop-in with bad files, revert and metrics", "dropin_files"),
     Check::programs("drop-in with overlays", "dropin_overlays"),
     Check::programs("reloads of files with one change", "dropin_fresh_start"),

@@ -110,7 +110,10 @@ impl Originals {
                 file => file.map_err(anyhow::Error::from),
             };
             let file = file.and_then(|file| {
-                let (found, of) = (file.source.handle().metadata()?, fs::metadata(model)?);
+                let (found, of) = (
+                    file.source.handle().get()?.metadata()?,
+                    fs::metadata(model)?,
+                );
                 // Tensors are restored from it.
                 if found.uid() != of.uid() {
                     files::check_owner(&found)?;

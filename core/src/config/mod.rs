@@ -36,7 +36,7 @@ use std::time::Duration;
 use log::LevelFilter;
 use once_cell::sync::Lazy;
 
-use crate::files;
+use crate::{descriptors, files};
 use values::Values;
 use variables::{is_on, level, utf8};
 
@@ -204,7 +204,7 @@ pub fn cores_and_threads() -> (u32, u32) {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let core = |cpu: usize| {
         let topology = format!("/sys/devices/system/cpu/cpu{cpu}/topology");
-        let read = |name: &str| std::fs::read_to_string(format!("{topology}/{name}")).ok();
+        let read = |name: &str| descriptors::read_to_string(format!("{topology}/{name}")).ok();
         Some((read("physical_package_id")?, read("core_id")?))
     };
     let cores: std::collections::HashSet<_> = (0..threads).map_while(core).collect();

@@ -1,6 +1,6 @@
 //! A GGUF file on disk: opening, identity, mapping and reading.
 
-use std::fs::{File, Metadata, OpenOptions};
+use std::fs::{Metadata, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
@@ -12,6 +12,7 @@ use memmap2::Mmap;
 use super::error::{FormatError, ParseError};
 use super::header::Header;
 use super::value::{KeyValue, Strings, Value};
+use crate::descriptors::{self, Kept};
 
 /// How the bytes of a file are accessed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -136,7 +137,7 @@ fn hint(error: &io::Error) -> &'static str {
 #[derive(Debug)]
 pub struct Source {
     path: PathBuf,
-    file: Arc<File>,
+    file: Arc<Kept>,
     id: FileId,
     map: Option<Mmap>,
 }
@@ -152,11 +153,9 @@ impl Source {
             }
         };
         // Without O_NONBLOCK, opening a FIFO would wait for a writer for ever.
-        let file = OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_NONBLOCK)
-            .open(path)
-            .map_err(fail("open it"))?;
+        let mut options = OpenOptions::new();
+        options.read(true).custom_flags(libc::O_NONBLOCK);
+        let file = descriptors::open(&options, path).map_err(fail("open it"))?;
         let found = file.metadata().map_err(fail("stat it"))?;
         if !found.is_file() {
             return Err(OpenError::NotAFile {
@@ -180,7 +179,7 @@ impl Source {
         Ok(Source {
             path: path.to_owned(),
             id: FileId::of(&found),
-            file: Arc::new(file),
+            file: Arc::new(Kept::new(file).map_err(fail("stat it"))?),
             map,
         })
     }
@@ -191,7 +190,7 @@ impl Source {
     }
 
     /// Returns the open file, for advice on its page cache. It stays open as long as it is used.
-    pub fn handle(&self) -> Arc<File> {
+    pub fn handle(&self) -> Arc<Kept> {
         self.file.clone()
     }
 
@@ -218,7 +217,7 @@ impl Source {
     /// Returns the identity of the open file now. It differs from [`Source::id`] when the file was
     /// modified in place, renamed, linked, or got another owner or mode.
     pub fn id_now(&self) -> io::Result<FileId> {
-        self.file.metadata().map(|found| FileId::of(&found))
+        self.file.get()?.metadata().map(|found| FileId::of(&found))
     }
 
     /// Returns mapped bytes, or `None` when the file is not mapped or is too short.
@@ -230,8 +229,10 @@ impl Source {
 
     /// Disables read-ahead of the kernel for this file (`POSIX_FADV_RANDOM`).
     pub fn advise_random(&self) {
-        // SAFETY: advice for a descriptor that is open.
-        unsafe { libc::posix_fadvise(self.file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
+        if let Ok(file) = self.file.get() {
+            // SAFETY: advice for a descriptor that is open.
+            unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_RANDOM) };
+        }
     }
 
     /// Fills `buffer` from `offset` as [`Source::read_at`] does, without adding to the page cache:
@@ -245,11 +246,12 @@ impl Source {
             return Ok(());
         }
         let (rest, at) = (&mut buffer[cached..], offset + cached as u64);
-        self.file.read_exact_at(rest, at)?;
+        let file = self.file.get()?;
+        file.read_exact_at(rest, at)?;
         // SAFETY: advice for a descriptor that is open.
         unsafe {
             libc::posix_fadvise(
-                self.file.as_raw_fd(),
+                file.as_raw_fd(),
                 at as libc::off_t,
                 rest.len() as libc::off_t,
                 libc::POSIX_FADV_DONTNEED,
@@ -268,7 +270,7 @@ impl Source {
         // SAFETY: one piece, which is valid for writes of its length.
         let read = unsafe {
             libc::preadv2(
-                self.file.as_raw_fd(),
+                self.file.get()?.as_raw_fd(),
                 &piece,
                 1,
                 offset as libc::off_t,
@@ -314,7 +316,7 @@ impl Source {
 
     /// Fills `buffer` from `offset`. Fails when the file is too short.
     pub fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
-        self.file.read_exact_at(buffer, offset)
+        self.file.get()?.read_exact_at(buffer, offset)
     }
 }
 

@@ -6,11 +6,17 @@
 //!
 //! The kernel allocates and clears the pages of a slot once. New pages for each read would cost more of the
 //! processor than the read.
+//!
+//! The memory has no descriptor: through one, whatever the program writes to a descriptor of the same number
+//! would become weights.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
+
+use crate::descriptors::{self, Kept};
+use crate::memory::{Taken, take_address_space};
 
 /// Whole pages of a file, and where they are mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,18 +46,19 @@ impl Span {
 }
 
 /// Opens an open file again, for reads that bypass the page cache (`O_DIRECT` of open(2)).
-pub fn open_direct(file: &File) -> io::Result<File> {
-    let mut options = std::fs::OpenOptions::new();
+pub fn open_direct(file: &Kept) -> io::Result<Kept> {
+    let mut options = OpenOptions::new();
     options.read(true).custom_flags(libc::O_DIRECT);
-    options.open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+    let path = format!("/proc/self/fd/{}", file.get()?.as_raw_fd());
+    Kept::new(descriptors::open(&options, path)?)
 }
 
 /// Memory that is divided into slots by its user.
 #[derive(Debug)]
 pub struct Slots {
-    file: File,
     start: *mut u8,
     len: usize,
+    _taken: Taken,
 }
 
 // SAFETY: the memory is shared by all threads; its user reads into a slot from one thread at a time.
@@ -62,39 +69,17 @@ unsafe impl Sync for Slots {}
 impl Slots {
     /// Makes address space for so many bytes. Slots that were not used take no memory.
     pub fn new(len: usize) -> io::Result<Slots> {
-        // SAFETY: a name that ends with a NUL; a new descriptor, which nothing else owns.
-        let file = unsafe {
-            match libc::memfd_create(c"llama-sidecar-experts".as_ptr(), libc::MFD_CLOEXEC) {
-                -1 => return Err(io::Error::last_os_error()),
-                file => File::from_raw_fd(file),
-            }
-        };
-        // A signal would end the program where the size is above the limit of files.
-        if len as u64 > file_size_limit() {
-            return Err(io::Error::other(
-                "the limit of file sizes (ulimit -f) is below the experts' size",
-            ));
-        }
-        file.set_len(len as u64)?;
+        let taken = take_address_space(len as u64)?;
         let access = libc::PROT_READ | libc::PROT_WRITE;
-        let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
+        let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         // SAFETY: a new mapping.
-        let start = unsafe {
-            libc::mmap(
-                std::ptr::null_mut(),
-                len,
-                access,
-                flags,
-                file.as_raw_fd(),
-                0,
-            )
-        };
+        let start = unsafe { libc::mmap(std::ptr::null_mut(), len, access, flags, -1, 0) };
         match start {
             libc::MAP_FAILED => Err(io::Error::last_os_error()),
             start => Ok(Slots {
-                file,
                 start: start.cast(),
                 len,
+                _taken: taken,
             }),
         }
     }
@@ -134,16 +119,31 @@ impl Slots {
     /// The span is a part of a mapping of its file, which nothing unmaps during the call. The slot has the
     /// bytes of the span until the file is mapped there again.
     pub unsafe fn place(&self, slot: usize, span: &Span) -> io::Result<()> {
-        let flags = libc::MAP_SHARED | libc::MAP_FIXED | libc::MAP_POPULATE;
-        // SAFETY: as the caller ensures.
-        unsafe { map(span, flags, &self.file, slot as u64) }
+        assert!(
+            slot.checked_add(span.len)
+                .is_some_and(|end| end <= self.len)
+        );
+        let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        // SAFETY: as the caller ensures. An old size of 0 maps shared memory a second time.
+        unsafe {
+            let at = span.address as *mut libc::c_void;
+            let from = self.start.add(slot).cast();
+            if libc::mremap(from, 0, span.len, flags, at) == libc::MAP_FAILED
+                || libc::mprotect(at, span.len, libc::PROT_READ) != 0
+            {
+                return Err(io::Error::last_os_error());
+            }
+            // Page faults do the same before Linux 5.14.
+            libc::madvise(at, span.len, libc::MADV_POPULATE_READ);
+        }
+        Ok(())
     }
 
     /// Gives the memory of a slot to the kernel.
     pub fn release(&self, slot: usize, len: usize) {
-        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: a descriptor of this value.
-        unsafe { libc::fallocate(self.file.as_raw_fd(), mode, slot as i64, len as i64) };
+        assert!(slot.checked_add(len).is_some_and(|end| end <= self.len));
+        // SAFETY: a part of the mapping, which nothing reads.
+        unsafe { libc::madvise(self.start.add(slot).cast(), len, libc::MADV_REMOVE) };
     }
 }
 
@@ -154,47 +154,26 @@ impl Drop for Slots {
     }
 }
 
-/// Returns the largest size of a file that this process may make.
-fn file_size_limit() -> u64 {
-    let mut limit = libc::rlimit {
-        rlim_cur: 0,
-        rlim_max: 0,
-    };
-    // SAFETY: a valid struct.
-    match unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &mut limit) } {
-        0 => limit.rlim_cur,
-        _ => u64::MAX,
-    }
-}
-
 /// Maps a file at a span again.
 ///
 /// # Safety
 ///
-/// The span is a part of a mapping of this file, which nothing unmaps during the call.
-pub unsafe fn restore(span: &Span, file: &File) -> io::Result<()> {
+/// The span is a part of a mapping of this file, which nothing unmaps during the call. Threads that read
+/// there wait while the kernel exchanges the pages.
+pub unsafe fn restore(span: &Span, file: &Kept) -> io::Result<()> {
     if span.len == 0 {
         return Ok(());
     }
-    // SAFETY: as the caller ensures.
-    unsafe { map(span, libc::MAP_SHARED | libc::MAP_FIXED, file, span.offset) }
-}
-
-/// Maps bytes of a file at a span. Threads that read there wait while the kernel exchanges the pages.
-///
-/// # Safety
-///
-/// Readers at the span see the same bytes as before.
-unsafe fn map(span: &Span, flags: libc::c_int, file: &File, offset: u64) -> io::Result<()> {
+    let file = file.get()?;
     // SAFETY: as the caller ensures.
     let mapped = unsafe {
         libc::mmap(
             span.address as *mut libc::c_void,
             span.len,
             libc::PROT_READ,
-            flags,
+            libc::MAP_SHARED | libc::MAP_FIXED,
             file.as_raw_fd(),
-            offset as libc::off_t,
+            span.offset as libc::off_t,
         )
     };
     match mapped {

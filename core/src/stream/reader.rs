@@ -16,11 +16,13 @@ use super::preference::Ranking;
 use super::requests::{ExpertSet, Requests, UNITS, Unit};
 use super::residents::{Mapped, Reason, Residents};
 use super::router::Routers;
+use crate::descriptors::Kept;
 use crate::experts::{ExpertIndex, ExpertSlice, ExpertTensor, MAX_EXPERTS, Projection};
 use crate::gguf::GgufFile;
-use crate::parallel::without_signals;
+use crate::memory::take_for_thread;
 use crate::priority::clear_placement;
 use crate::protocol::StreamFigures;
+use crate::signals::without_signals;
 use crate::trace::{Ids, Snapshot};
 
 /// The bytes of the first read-ahead calls. Halved as long as the kernel reads less.
@@ -158,7 +160,7 @@ pub struct Reader {
 #[derive(Debug)]
 struct Shared {
     index: ExpertIndex,
-    files: Vec<(Arc<File>, Residency)>,
+    files: Vec<(Arc<Kept>, Residency)>,
     /// Number and experts of each layer, ascending.
     layers: Vec<(u32, u32)>,
     always: bool,
@@ -425,10 +427,13 @@ impl Reader {
             for number in 0..threads {
                 let shared = reader.shared.clone();
                 let builder = std::thread::Builder::new().name("llama-sidecar-s".into());
-                let thread = without_signals(|| {
-                    builder.spawn(move || {
-                        clear_placement();
-                        shared.run(lane, number);
+                let thread = take_for_thread().and_then(|taken| {
+                    without_signals(|| {
+                        builder.spawn(move || {
+                            let _taken = taken;
+                            clear_placement();
+                            shared.run(lane, number);
+                        })
                     })
                 });
                 match thread {
@@ -1093,6 +1098,9 @@ impl Shared {
         let Some((file, residency)) = self.files.get(slice.file) else {
             return true;
         };
+        let Ok(file) = file.get() else {
+            return true;
+        };
         let bytes = slice.offset..slice.offset + slice.nbytes;
         let bytes = pages::around(&bytes, self.page);
         let all = (bytes.end - bytes.start) / self.page;
@@ -1182,9 +1190,9 @@ fn first_slice(index: &ExpertIndex, layers: &[(u32, u32)], unit: Unit) -> Option
 }
 
 /// Returns an open file, and how its cached pages are found.
-fn with_residency(file: &&GgufFile) -> (Arc<File>, Residency) {
+fn with_residency(file: &&GgufFile) -> (Arc<Kept>, Residency) {
     let handle = file.source.handle();
-    let residency = Residency::of(&handle);
+    let residency = handle.get().map_or(Residency::Unknown, Residency::of);
     if residency != Residency::Counted {
         log::info!(
             "{}: the kernel does not count its pages in memory for this user or file system, so that figures of streaming are estimates",

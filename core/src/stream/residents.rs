@@ -10,7 +10,6 @@
 //! | a prompt that reads layer after layer | the layer whose next use is the farthest, which is the one before the current one |
 
 use std::collections::HashMap;
-use std::fs::File;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -21,6 +20,7 @@ use parking_lot::{Condvar, Mutex};
 use super::memory::{self, Slots, Span};
 use super::pages::{Residency, page_size};
 use super::requests::{UNITS, Unit};
+use crate::descriptors::{Kept, read_to_string};
 use crate::experts::{ExpertIndex, ExpertSlice, Projection};
 use crate::memory::{free_memory, usable};
 
@@ -104,10 +104,8 @@ struct Piece {
 struct Held {
     /// The matrices that are here, in no order.
     pieces: Vec<u32>,
-    /// Slots without a matrix, by size.
-    free: HashMap<usize, Vec<usize>>,
-    /// Bytes of all slots that were made.
-    end: usize,
+    /// Slots without a matrix.
+    free: Vec<usize>,
     /// Bytes of the slots of `pieces`, and of what is being read.
     bytes: u64,
     /// Where the next search for a matrix that gives its memory back begins.
@@ -154,13 +152,15 @@ pub struct Residents {
     layers: Vec<u32>,
     /// Experts of the layer with the most.
     experts: usize,
-    files: Vec<Arc<File>>,
+    files: Vec<Arc<Kept>>,
     /// The files without the page cache.
-    direct: Vec<File>,
+    direct: Vec<Kept>,
     mapped: Mapped,
     page: u64,
     pieces: Vec<Piece>,
     slots: Slots,
+    /// Bytes of each slot.
+    slot_bytes: usize,
     held: Mutex<Held>,
     /// The most matrices that are in memory of this process.
     most_pieces: usize,
@@ -186,11 +186,11 @@ impl Residents {
     pub fn new(
         index: &ExpertIndex,
         layers: &[(u32, u32)],
-        files: Vec<Arc<File>>,
+        files: Vec<Arc<Kept>>,
         mapped: Mapped,
     ) -> io::Result<Residents> {
         let opened = files.iter().map(|file| memory::open_direct(file));
-        let direct = opened.collect::<io::Result<Vec<File>>>().map_err(|error| {
+        let direct = opened.collect::<io::Result<Vec<Kept>>>().map_err(|error| {
             io::Error::new(
                 error.kind(),
                 format!("the file cannot be opened for direct reads: {error}"),
@@ -202,7 +202,10 @@ impl Residents {
         let tensors = index.tensors().iter();
         let slices = tensors.flat_map(|of| of.range().filter_map(|expert| of.slice(expert)));
         let spans = slices.filter_map(|slice| mapped.span(&slice, page));
-        let slots = Slots::new(spans.map(|span| span.len).sum())?;
+        let sizes: Vec<usize> = spans.map(|span| span.len).collect();
+        let (slot_bytes, slot_count) = slots_for(&sizes, mapped.most);
+        let bytes = slot_bytes.saturating_mul(slot_count);
+        let slots = Slots::new(bytes)?;
         let residents = Residents {
             index: index.clone(),
             layers: layers.iter().map(|layer| layer.0).collect(),
@@ -212,8 +215,13 @@ impl Residents {
             mapped,
             page,
             slots,
+            slot_bytes,
             pieces: (0..count).map(|_| Piece::default()).collect(),
-            held: Mutex::default(),
+            held: Mutex::new(Held {
+                // The first one is used first.
+                free: (0..slot_count).rev().map(|at| at * slot_bytes).collect(),
+                ..Held::default()
+            }),
             most_pieces: most_mappings().saturating_sub(SPARE_MAPPINGS) / 2,
             limit: AtomicU64::new(0),
             unlooked: AtomicU64::new(0),
@@ -355,19 +363,19 @@ impl Residents {
         let slice = self.slice(piece)?;
         let span = self.mapped.span(&slice, self.page)?;
         let (slot, generation) = self.take_slot(span.len, piece)?;
-        let (file, bytes) = (
-            &self.files[span.file],
-            span.offset..span.offset + span.len as u64,
-        );
+        let bytes = span.offset..span.offset + span.len as u64;
         let pages = span.len as u64 / self.page;
-        let cached = residency(span.file).cached(file, &bytes, self.page) == Some(pages);
+        let file = self.files[span.file].get();
+        let is_cached = |file| residency(span.file).cached(file, &bytes, self.page) == Some(pages);
+        let cached = file.as_ref().is_ok_and(|file| is_cached(file));
         let from = if cached {
             file
         } else {
-            &self.direct[span.file]
+            self.direct[span.file].get()
         };
         // SAFETY: the slot was taken for this read, and is mapped nowhere else.
-        let read = unsafe { self.slots.read(slot, span.len, from, span.offset) };
+        let read =
+            from.and_then(|from| unsafe { self.slots.read(slot, span.len, from, span.offset) });
         // The last page of a file may have a part only.
         let needed = (slice.offset - span.offset + slice.nbytes) as usize;
         let is_read = read.is_ok_and(|read| read >= needed);
@@ -385,13 +393,11 @@ impl Residents {
         }
         if placed.is_some() {
             // The kernel may have removed what was mapped there before it failed.
-            // SAFETY: as above.
-            if let Err(error) = unsafe { memory::restore(&span, file) } {
-                report_unmapped(&error);
-            }
+            self.restore(&mut held, &span);
         }
         held.bytes -= span.len as u64;
-        held.free.entry(span.len).or_default().push(slot);
+        self.slots.release(slot, span.len);
+        held.free.push(slot);
         None
     }
 
@@ -410,10 +416,14 @@ impl Residents {
     fn take_slot(&self, len: usize, wanted: usize) -> Option<(usize, u32)> {
         let mut held = self.held.lock();
         let mut is_new = true;
+        if !held.may_map() || len > self.slot_bytes {
+            return None;
+        }
         while held.bytes + len as u64 > self.limit()
             || PLACED.load(Ordering::Relaxed) >= self.most_pieces
+            || held.free.is_empty()
         {
-            if !held.may_map() || !self.give_back(&mut held, Some((wanted, len))) {
+            if !self.give_back(&mut held, Some((wanted, len))) {
                 return None;
             }
             is_new = false;
@@ -421,13 +431,9 @@ impl Residents {
         if is_new {
             self.unlooked.fetch_add(len as u64, Ordering::Relaxed);
         }
+        let slot = held.free.pop()?;
         held.begin_read();
         held.bytes += len as u64;
-        let free = held.free.entry(len).or_default().pop();
-        let slot = free.unwrap_or_else(|| {
-            held.end += len;
-            held.end - len
-        });
         Some((slot, held.generation))
     }
 
@@ -455,10 +461,8 @@ impl Residents {
         let Some(span) = self.span(piece) else {
             return false;
         };
-        // SAFETY: as for `place`.
-        if let Err(error) = unsafe { memory::restore(&span, &self.files[span.file]) } {
+        if !self.restore(held, &span) {
             // It stays here.
-            report_unmapped(&error);
             return false;
         }
         held.pieces.swap_remove(at);
@@ -466,11 +470,25 @@ impl Residents {
         self.pieces[piece].state.store(ABSENT, Ordering::SeqCst);
         self.place_borders(piece, &span);
         held.bytes -= span.len as u64;
-        if wanted.is_none_or(|(_, len)| len != span.len) {
-            self.slots.release(slot, span.len);
-        }
-        held.free.entry(span.len).or_default().push(slot);
+        // The next read is into this slot, unless its matrix needs more room.
+        let used = wanted.map_or(0, |(_, len)| if len > span.len { 0 } else { len });
+        self.slots.release(slot + used, span.len - used);
+        held.free.push(slot);
         true
+    }
+
+    /// Maps the file at a span again. After a failure, nothing more is mapped: a span could have no bytes.
+    fn restore(&self, held: &mut Held, span: &Span) -> bool {
+        // SAFETY: the tensor is mapped there until the reader ends, as its owner has promised.
+        let restored = unsafe { memory::restore(span, &self.files[span.file]) };
+        if let Err(error) = &restored
+            && !std::mem::replace(&mut held.ended, true)
+        {
+            log::error!(
+                "cannot map the file of an expert again: {error}: its memory stays as it is, and no more experts are read into memory; if mappings are missing, raise vm.max_map_count"
+            );
+        }
+        restored.is_ok()
     }
 
     /// Maps the pages at the borders of a span, whose matrix has left, for the neighbours that are here and have
@@ -495,14 +513,11 @@ impl Residents {
     /// Maps the files again, so that a forked child shares no slot, until [`Residents::after_fork`].
     pub fn before_fork(&self) {
         let mut held = self.held.lock();
-        if held.may_map() {
-            self.for_each(&held, |piece, span| {
-                // SAFETY: as in `read`.
-                let restored = unsafe { memory::restore(span, &self.files[span.file]) };
-                if let Err(error) = restored {
-                    log::error!("cannot map the file of expert matrix {piece} again: {error}");
-                }
-            });
+        let spans = held.pieces.iter().map(|piece| self.span(*piece as usize));
+        for span in spans.collect::<Vec<_>>().into_iter().flatten() {
+            if !held.may_map() || !self.restore(&mut held, &span) {
+                break;
+            }
         }
         held.forks += 1;
     }
@@ -512,19 +527,12 @@ impl Residents {
         let mut held = self.held.lock();
         held.forks = held.forks.saturating_sub(1);
         if held.may_map() {
-            self.for_each(&held, |piece, span| {
-                let slot = self.pieces[piece].slot.load(Ordering::Relaxed);
-                // SAFETY: as in `read`. Without the slot, the pages are those of the file.
-                let _ = unsafe { self.slots.place(slot, span) };
-            });
-        }
-    }
-
-    /// Calls a function with what is here.
-    fn for_each(&self, held: &Held, visit: impl Fn(usize, &Span)) {
-        for piece in held.pieces.iter().map(|piece| *piece as usize) {
-            if let Some(span) = self.span(piece) {
-                visit(piece, &span);
+            for piece in held.pieces.iter().map(|piece| *piece as usize) {
+                if let Some(span) = self.span(piece) {
+                    let slot = self.pieces[piece].slot.load(Ordering::Relaxed);
+                    // SAFETY: as in `read`. Without the slot, the pages are those of the file.
+                    let _ = unsafe { self.slots.place(slot, &span) };
+                }
             }
         }
     }
@@ -583,8 +591,16 @@ impl Drop for Residents {
     }
 }
 
-fn report_unmapped(error: &io::Error) {
-    log::error!("cannot map the file of an expert again: {error}: raise vm.max_map_count");
+/// Returns the bytes of a slot, in which each matrix fits, and how many slots there are: as many as matrices
+/// of these sizes can be here at a time.
+fn slots_for(sizes: &[usize], most: Option<u64>) -> (usize, usize) {
+    let largest = sizes.iter().copied().max().unwrap_or(0);
+    let smallest = sizes.iter().copied().min().unwrap_or(0).max(1) as u64;
+    let fit = most.map_or(u64::MAX, |most| most / smallest).max(1);
+    (
+        largest,
+        sizes.len().min(usize::try_from(fit).unwrap_or(usize::MAX)),
+    )
 }
 
 /// A matrix that is being read; it is absent if it is not here in the end.
@@ -612,7 +628,7 @@ impl Piece {
 
 /// Returns how many mappings a process may have.
 fn most_mappings() -> usize {
-    let text = std::fs::read_to_string("/proc/sys/vm/max_map_count");
+    let text = read_to_string("/proc/sys/vm/max_map_count");
     text.ok()
         .and_then(|text| text.trim().parse().ok())
         .unwrap_or(65530)

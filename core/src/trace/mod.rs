@@ -40,7 +40,7 @@ pub use ids::Ids;
 pub use locality::{Locality, Recorder, WINDOW_IDS, Window, hits};
 pub use model_meta::{FileMeta, ModelMeta};
 pub use names::ExpertNames;
-pub use requested::{enabled, log_unwritten, print, print_exported, print_summary};
+pub use requested::{enabled, log_unwritten, print_exported, print_summary};
 pub use routes::{
     LONGEST_MARK, NOT_ROUTED, RouteFormat, RouteLayout, RouteReader, RouteRecord, RouteWriter,
 };

@@ -7,10 +7,9 @@ use std::fmt::Write;
 
 use super::counters::ExpertLayout;
 use super::ids::Ids;
-use super::requested::print;
 use crate::experts::{ExpertIndex, Projection};
 use crate::gguf::GgufFile;
-use crate::logger::without_sigpipe;
+use crate::logger::print;
 
 /// The matrices of an expert, in the order in which they are printed.
 const ORDER: [Projection; 4] = [
@@ -86,7 +85,7 @@ impl ExpertNames {
         for expert in experts {
             self.write(&mut text, layer, expert);
         }
-        without_sigpipe(|| print(&text));
+        print(&text);
     }
 
     /// Adds a line for each matrix of an expert. A tensor of all experts is named with the number

@@ -1,21 +1,15 @@
 //! What the variables of the trace request: lines on standard error, and a file at the end.
 
 use std::fmt::Write as _;
-use std::io::{self, Write as _};
+use std::io;
 use std::path::Path;
 
 use super::export::to_text;
 use super::model_meta::ModelMeta;
 use super::snapshot::Snapshot;
 use crate::config::{Config, Variable};
+use crate::logger::print;
 use crate::text;
-
-/// Prints whole lines to standard error. A program may have closed it: a failed write is ignored.
-pub fn print(lines: &str) {
-    if !lines.is_empty() {
-        let _ = io::stderr().write_all(text::lines(lines).as_bytes());
-    }
-}
 
 /// Returns the lines for the start of a trace: what is on; none where no variable turns it on.
 pub fn enabled(config: &Config) -> String {

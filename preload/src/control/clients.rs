@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use serde_json::{Value, json};
+use sidecar_core::descriptors::{Kept, above_standard};
 use sidecar_core::files;
 use sidecar_core::protocol::{self, Reply};
 
@@ -86,7 +87,7 @@ fn identity_of(found: &fs::Metadata) -> (u64, u64) {
 
 /// Binds a socket that only its owner can use. Replaces a socket at which no process
 /// listens.
-fn listen(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
+fn listen(path: &Path) -> io::Result<(Kept<UnixListener>, (u64, u64))> {
     if let Ok(found) = fs::symlink_metadata(path) {
         if !found.file_type().is_socket() {
             return Err(io::Error::other("another file is there"));
@@ -100,7 +101,7 @@ fn listen(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
     let (address, size) = address_of(path)?;
     // SAFETY: plain system calls on a descriptor that is owned from the start.
     unsafe {
-        let socket = new_socket(0)?;
+        let socket = new_socket(libc::SOCK_NONBLOCK)?;
         // Linux gives the path the mode that the descriptor has when it is bound: there
         // is no moment in which others could connect.
         checked(libc::fchmod(socket.as_raw_fd(), 0o600))?;
@@ -111,7 +112,7 @@ fn listen(path: &Path) -> io::Result<(UnixListener, (u64, u64))> {
         ))?;
         checked(libc::listen(socket.as_raw_fd(), BACKLOG))?;
         let identity = identity_of(&fs::symlink_metadata(path)?);
-        Ok((UnixListener::from(socket), identity))
+        Ok((Kept::new(UnixListener::from(socket))?, identity))
     }
 }
 
@@ -133,7 +134,10 @@ fn new_socket(flags: libc::c_int) -> io::Result<OwnedFd> {
     let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | flags;
     // SAFETY: a plain system call; what it returns is owned by nothing else.
     unsafe {
-        let socket = libc::socket(libc::AF_UNIX, kind, 0);
+        let socket = above_standard(|| {
+            #[expect(clippy::disallowed_methods, reason = "with a number above 2")]
+            libc::socket(libc::AF_UNIX, kind, 0)
+        });
         checked(socket.min(0))?;
         Ok(OwnedFd::from_raw_fd(socket))
     }
@@ -164,13 +168,13 @@ fn address_of(path: &Path) -> io::Result<(libc::sockaddr_un, libc::socklen_t)> {
 
 /// A connected client.
 struct Place {
-    stream: Arc<UnixStream>,
+    stream: Arc<Kept<UnixStream>>,
     /// Whether its next line is not complete.
     waits: bool,
 }
 
 /// Frees the place of a client, also after a panic.
-struct Connected(Arc<UnixStream>);
+struct Connected(Arc<Kept<UnixStream>>);
 
 impl Drop for Connected {
     fn drop(&mut self) {
@@ -195,12 +199,19 @@ impl Connected {
     }
 }
 
-fn accept(listener: &UnixListener, serve: Serve) {
-    for client in listener.incoming() {
-        let Ok(client) = client else {
-            // The process probably has no free descriptors.
-            std::thread::sleep(Duration::from_millis(100));
-            continue;
+fn accept(listener: &Kept<UnixListener>, serve: Serve) {
+    loop {
+        let client = match next_client(listener) {
+            Ok(client) => client,
+            Err(_) if listener.get().is_ok() => {
+                // The process probably has no free descriptors.
+                std::thread::sleep(Duration::from_millis(100));
+                continue;
+            }
+            Err(error) => {
+                log::error!("the control socket is closed: {error}");
+                return stop();
+            }
         };
         let Some(client) = admit(client) else {
             continue;
@@ -212,8 +223,26 @@ fn accept(listener: &UnixListener, serve: Serve) {
     }
 }
 
+/// Waits for a client.
+fn next_client(listener: &Kept<UnixListener>) -> io::Result<Kept<UnixStream>> {
+    let mut poll = libc::pollfd {
+        fd: listener.get()?.as_raw_fd(),
+        events: libc::POLLIN,
+        revents: 0,
+    };
+    // SAFETY: one element.
+    unsafe { libc::poll(&mut poll, 1, -1) };
+    // The program may have closed it during the wait.
+    let listener = listener.get()?;
+    let accepted = above_standard(|| {
+        #[expect(clippy::disallowed_methods, reason = "with a number above 2")]
+        listener.accept()
+    });
+    Kept::new(accepted?.0)
+}
+
 /// Gives a client a place: a free one, or that of the client that has waited longest.
-fn admit(client: UnixStream) -> Option<Connected> {
+fn admit(client: Kept<UnixStream>) -> Option<Connected> {
     let client = Arc::new(client);
     let mut clients = CLIENTS.lock();
     if clients.len() >= MAX_CLIENTS {
@@ -232,7 +261,10 @@ fn admit(client: UnixStream) -> Option<Connected> {
 }
 
 /// Ends a connection whose line was not carried out.
-fn turn_away(mut client: &UnixStream) {
+fn turn_away(client: &Kept<UnixStream>) {
+    let Ok(mut client) = client.get() else {
+        return;
+    };
     // What does not fit into the buffer of the socket is not worth a wait.
     let _ = client.set_nonblocking(true);
     let _ = client.write_all(protocol::line(&Reply::busy()).as_bytes());
@@ -240,14 +272,14 @@ fn turn_away(mut client: &UnixStream) {
 }
 
 fn converse(client: &Connected, serve: Serve) -> io::Result<()> {
-    let stream: &UnixStream = &client.0;
+    let stream = &*client.0;
     let mut received = Vec::new();
     while let Some(line) = next_line(stream, &mut received)? {
         if !client.set_waiting(false) {
             break;
         }
         let answer = match line {
-            Some(line) => serve(&line, stream),
+            Some(line) => serve(&line, stream.get()?),
             None => Answer::refused("expected a JSON object and the end of a line within 1 MiB"),
         };
         let written = send(stream, protocol::line(&answer.reply).as_bytes());
@@ -265,7 +297,7 @@ fn converse(client: &Connected, serve: Serve) -> io::Result<()> {
 /// Reads a line, after what was received before: `None` at the end, and `Some(None)` for a line
 /// that is too long or has no end.
 fn next_line(
-    mut stream: &UnixStream,
+    stream: &Kept<UnixStream>,
     received: &mut Vec<u8>,
 ) -> io::Result<Option<Option<Vec<u8>>>> {
     let deadline = Instant::now() + CLIENT_TIMEOUT;
@@ -280,6 +312,7 @@ fn next_line(
             return Ok(Some(None));
         }
         searched = received.len();
+        let mut stream = stream.get()?;
         stream.set_read_timeout(Some(until(deadline)?))?;
         match stream.read(&mut bytes) {
             Ok(0) if received.is_empty() => return Ok(None),
@@ -292,9 +325,10 @@ fn next_line(
 }
 
 /// Sends a reply.
-fn send(mut stream: &UnixStream, mut reply: &[u8]) -> io::Result<()> {
+fn send(stream: &Kept<UnixStream>, mut reply: &[u8]) -> io::Result<()> {
     let deadline = Instant::now() + CLIENT_TIMEOUT;
     while !reply.is_empty() {
+        let mut stream = stream.get()?;
         stream.set_write_timeout(Some(until(deadline)?))?;
         match stream.write(reply) {
             Ok(sent) => reply = &reply[sent..],

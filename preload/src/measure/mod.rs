@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use products::Products;
 use sidecar_core::config::Config;
+use sidecar_core::descriptors;
 use sidecar_core::protocol::{
     Event, Measure, Measured, OnDevice, OnProcessor, Repacked, Work, path_text,
 };
@@ -65,7 +66,7 @@ pub fn run_once(ggml: &'static Ggml, model: &Path, symbol: Symbol<'_>) {
 }
 
 fn read(path: &Path) -> Result<Measure, String> {
-    let text = std::fs::read_to_string(path);
+    let text = descriptors::read_to_string(path);
     let text = text.map_err(|error| format!("cannot read {}: {error}", path.display()))?;
     serde_json::from_str(&text).map_err(|error| format!("{}: {error}", path.display()))
 }

@@ -4,11 +4,11 @@
 
 use std::collections::BTreeSet;
 use std::fs::OpenOptions;
-use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 
 use parking_lot::Mutex;
 use sidecar_core::config::Config;
+use sidecar_core::descriptors::{self, Kept};
 use sidecar_core::protocol::{self, Entry, Event};
 
 /// Runs when the library is loaded, in every program of a command: the first event shows that
@@ -52,14 +52,16 @@ fn write(event: impl FnOnce() -> Event, is_wanted: impl FnOnce(&str) -> bool) {
     if !is_wanted(&line) {
         return;
     }
-    let file = OpenOptions::new()
+    let mut options = OpenOptions::new();
+    options
         .append(true)
-        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
-        .open(path);
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
     // In one write, because other processes of the command append too. The command may have
     // ended: a failed write is ignored.
-    let _ = file.and_then(|mut file| match file.metadata()?.is_file() {
-        true => file.write_all(line.as_bytes()),
-        false => Ok(()),
-    });
+    let _ = descriptors::open(&options, path)
+        .and_then(Kept::new)
+        .and_then(|file| match file.get()?.metadata()?.is_file() {
+            true => file.write_all(line.as_bytes()),
+            false => Ok(()),
+        });
 }

@@ -4,17 +4,18 @@ use std::ffi::c_void;
 use std::ops::Range;
 use std::os::unix::ffi::OsStrExt;
 
+use sidecar_core::descriptors;
 use sidecar_core::gguf::GgufFile;
 
 /// Whether an address is in memory that is locked (`mlock`).
 pub fn is_locked(address: usize) -> bool {
     // smaps counts the pages of each mapping, which takes long.
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let status = descriptors::read_to_string("/proc/self/status").unwrap_or_default();
     let locked = status.lines().find_map(|line| line.strip_prefix("VmLck:"));
     if locked.is_some_and(|size| size.trim().starts_with("0 ")) {
         return false;
     }
-    let text = std::fs::read("/proc/self/smaps").unwrap_or_default();
+    let text = descriptors::read("/proc/self/smaps").unwrap_or_default();
     let mut here = false;
     for line in text.split(|&byte| byte == b'\n') {
         if let Some(range) = range_of(line) {
@@ -52,7 +53,7 @@ pub struct Maps(Vec<Map>);
 impl Maps {
     /// Reads `/proc/self/maps` (proc_pid_maps(5)).
     pub fn read() -> Maps {
-        let text = std::fs::read("/proc/self/maps").unwrap_or_default();
+        let text = descriptors::read("/proc/self/maps").unwrap_or_default();
         let line = |line: &[u8]| {
             let fields: Vec<&[u8]> = line.splitn(6, |&byte| byte == b' ').collect();
             let text = |at: usize| std::str::from_utf8(fields.get(at)?).ok();

@@ -1,8 +1,10 @@
 //! Memory of this process that may be gone: reading it through the kernel fails, where a load instruction would end the
 //! process.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::os::fd::AsRawFd;
+
+use sidecar_core::descriptors;
 
 /// The memory of this process.
 pub struct Memory(File);
@@ -10,7 +12,9 @@ pub struct Memory(File);
 impl Memory {
     /// Opens it; `None` where the kernel refuses that.
     pub fn open() -> Option<Memory> {
-        File::open("/proc/self/mem").ok().map(Memory)
+        descriptors::open(OpenOptions::new().read(true), "/proc/self/mem")
+            .ok()
+            .map(Memory)
     }
 
     /// Copies as many words as can be read; returns their number.

@@ -2,7 +2,8 @@
 
 use std::cell::Cell;
 
-use sidecar_core::parallel::without_signals;
+use sidecar_core::memory::take_for_thread;
+use sidecar_core::signals::without_signals;
 
 thread_local! {
     /// Whether this thread runs code of the drop-in: ggml's functions call each other
@@ -38,10 +39,12 @@ pub fn is_inside() -> bool {
 /// Starts a thread that handles none of the program's signals. Returns whether it started.
 pub fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> bool {
     let builder = std::thread::Builder::new().name(name.into());
-    let started = without_signals(|| {
-        builder.spawn(|| {
-            let _inside = Inside::enter();
-            work();
+    let started = take_for_thread().and_then(|taken| {
+        without_signals(|| {
+            builder.spawn(|| {
+                let (_inside, _taken) = (Inside::enter(), taken);
+                work();
+            })
         })
     });
     if let Err(error) = &started {

@@ -162,8 +162,9 @@ fn read_shared(model: &Arc<Model>) {
             let info = &gguf.header.tensors[info];
             let end = info.offset + info.nbytes;
             // What the kernel refuses to read ahead, the program reads itself.
-            let handle = gguf.source.handle();
-            read_ahead(&handle, &(info.offset..end), WINDOW, || model.is_alive());
+            if let Ok(file) = gguf.source.handle().get() {
+                read_ahead(file, &(info.offset..end), WINDOW, || model.is_alive());
+            }
         }
     });
 }

@@ -28,11 +28,11 @@ use serde_json::Value;
 use sidecar_core::config::Config;
 use sidecar_core::experts::{ExpertIndex, ExpertName};
 use sidecar_core::gguf::FileId;
-use sidecar_core::logger::without_sigpipe;
+use sidecar_core::logger::print;
 use sidecar_core::protocol::{Event, NoEffect, Uncounted};
 use sidecar_core::summary;
 use sidecar_core::trace::{
-    ExpertLayout, ExpertNames, Ids, ModelMeta, Trace, enabled, log_unwritten, numbered, print,
+    ExpertLayout, ExpertNames, Ids, ModelMeta, Trace, enabled, log_unwritten, numbered,
     print_exported, print_summary, to_json, write,
 };
 
@@ -286,7 +286,7 @@ impl Capability for ExpertTrace {
 
     fn finish(&self) {
         if self.is_enabled() {
-            without_sigpipe(write_all);
+            write_all();
         }
     }
 

@@ -1,9 +1,7 @@
 //! Writing of routes.
 
 use std::ffi::OsString;
-use std::fs::File;
 use std::io::{self, Write};
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use serde_json::json;
@@ -11,12 +9,13 @@ use serde_json::json;
 use super::layout::{
     DROPPED, LONGEST_MARK, MARK, NOT_ROUTED, NPY_HEADER, ROWS, RouteFormat, RouteLayout,
 };
+use crate::descriptors::Kept;
 use crate::{files, protocol};
 
 /// A file to which whole pieces are appended.
 #[derive(Debug)]
 struct Output {
-    file: File,
+    file: Kept,
     /// The end of the last complete piece.
     end: u64,
 }

@@ -1,0 +1,147 @@
+//! Descriptors inside a program that has its own.
+//!
+//! A program may start without descriptors 0, 1 and 2, and print to these numbers all the same. It may also
+//! close descriptors that it did not open (`closefrom`), and get their numbers for its own files. So each
+//! descriptor that is opened here has another number than these three, and one that is kept is known by the
+//! identity of its file.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use crate::signals::without_write_signals;
+
+/// Calls `open`, whose descriptors are 3 and above, and closed when a program is executed.
+///
+/// Numbers below are taken during the call, by descriptors with which reads and writes of the program fail as
+/// without them.
+pub fn above_standard<T>(open: impl FnOnce() -> T) -> T {
+    let mut taken = Vec::new();
+    for number in 0..=libc::STDERR_FILENO {
+        // SAFETY: plain system calls; a new descriptor is owned by nothing else.
+        unsafe {
+            if libc::fcntl(number, libc::F_GETFD) >= 0 {
+                continue;
+            }
+            #[expect(clippy::disallowed_methods, reason = "takes a number up to 2")]
+            let new = libc::open(c"/".as_ptr(), libc::O_PATH | libc::O_CLOEXEC);
+            if new >= 0 {
+                taken.push(OwnedFd::from_raw_fd(new));
+            }
+        }
+    }
+    open()
+}
+
+/// Opens a file.
+pub fn open(options: &OpenOptions, path: impl AsRef<Path>) -> io::Result<File> {
+    above_standard(|| {
+        #[expect(clippy::disallowed_methods, reason = "with a number above 2")]
+        options.open(path)
+    })
+}
+
+/// Reads a file.
+pub fn read(path: impl AsRef<Path>) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open(OpenOptions::new().read(true), path)?.read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// Reads a file of text.
+pub fn read_to_string(path: impl AsRef<Path>) -> io::Result<String> {
+    let mut text = String::new();
+    open(OpenOptions::new().read(true), path)?.read_to_string(&mut text)?;
+    Ok(text)
+}
+
+/// A descriptor that is kept. Its number is used only while it belongs to the same file or socket.
+#[derive(Debug)]
+pub struct Kept<T: AsFd = File> {
+    opened: ManuallyDrop<T>,
+    identity: (libc::dev_t, libc::ino_t),
+}
+
+impl<T: AsFd> Kept<T> {
+    /// Keeps what was opened just now.
+    pub fn new(opened: T) -> io::Result<Kept<T>> {
+        Ok(Kept {
+            identity: identity(opened.as_fd())?,
+            opened: ManuallyDrop::new(opened),
+        })
+    }
+
+    /// Returns what is kept, for a use at once. Fails if the program has closed it.
+    pub fn get(&self) -> io::Result<&T> {
+        match identity(self.opened.as_fd()) {
+            Ok(found) if found == self.identity => Ok(&self.opened),
+            _ => Err(io::Error::other(
+                "the program has closed a descriptor that it did not open",
+            )),
+        }
+    }
+}
+
+impl<T: AsFd> Drop for Kept<T> {
+    fn drop(&mut self) {
+        if self.get().is_ok() {
+            // SAFETY: the value is not used after this call.
+            unsafe { ManuallyDrop::drop(&mut self.opened) };
+        }
+    }
+}
+
+impl Kept {
+    /// Appends bytes to a file, or writes them to a stream.
+    pub fn write_all(&self, bytes: &[u8]) -> io::Result<()> {
+        without_write_signals(|| self.get()?.write_all(bytes))
+    }
+
+    /// Writes bytes at an offset.
+    pub fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        without_write_signals(|| self.get()?.write_all_at(bytes, offset))
+    }
+
+    /// Cuts a file.
+    pub fn set_len(&self, len: u64) -> io::Result<()> {
+        without_write_signals(|| self.get()?.set_len(len))
+    }
+}
+
+/// Returns the device and the inode of a descriptor.
+fn identity(of: BorrowedFd<'_>) -> io::Result<(libc::dev_t, libc::ino_t)> {
+    let mut found = std::mem::MaybeUninit::<libc::stat>::uninit();
+    // SAFETY: the struct is filled where the call succeeds.
+    unsafe {
+        match libc::fstat(of.as_raw_fd(), found.as_mut_ptr()) {
+            0 => Ok((found.assume_init().st_dev, found.assume_init().st_ino)),
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_of_another_file_is_neither_used_nor_closed() {
+        let kept = Kept::new(tempfile::tempfile().expect("a file")).expect("a file");
+        kept.write_all(b"ours").expect("written");
+        let other = tempfile::tempfile().expect("a file");
+        let number = kept.opened.as_raw_fd();
+        // SAFETY: what a program may do with any number.
+        unsafe { libc::dup2(other.as_raw_fd(), number) };
+        assert!(kept.write_all(b"more").is_err() && kept.get().is_err());
+        assert_eq!(other.metadata().expect("a file").len(), 0);
+        drop(kept);
+        // SAFETY: the number is closed after its check.
+        unsafe {
+            assert!(libc::fcntl(number, libc::F_GETFD) >= 0, "it is open");
+            libc::close(number);
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! Programs whose descriptors are closed, whose outputs cannot be written, or that have little address space:
+//! with the drop-in, they end as without it, with the same results.
+
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use testkit::fixtures::fixture;
+use testkit::host::{DropIn, Host, Program, control};
+use testkit::process::memory;
+
+/// What the host writes; its answer has a hash of all logits.
+const EVALUATE: &str = "force 4";
+
+/// Variables for all outputs, in a folder.
+const OUTPUTS: [(&str, &str); 7] = [
+    ("LLAMA_SIDECAR_JOURNAL", "journal"),
+    ("LLAMA_SIDECAR_LOG", "debug"),
+    ("LLAMA_EXPERT_TRACE_STATS", "1"),
+    ("LLAMA_EXPERT_TRACE_OUTPUT", "trace.json"),
+    ("LLAMA_EXPERT_TRACE_ROUTES", "expert.routes"),
+    ("LLAMA_EXPERT_TRACE_SALIENCY", "saliency.json"),
+    ("LLAMA_SIDECAR_LOGITS_HASHES", "hashes"),
+];
+
+/// Streaming with less memory than the experts of the model have.
+const STREAM: [(&str, &str); 2] = [
+    ("LLAMA_EXPERT_STREAM", "on"),
+    ("LLAMA_EXPERT_STREAM_MEMORY_MB", "1"),
+];
+
+/// Sets what a process has when it starts its program.
+fn before_start(command: &mut Command, set: fn() -> bool) {
+    // SAFETY: the functions of this file only make system calls.
+    unsafe {
+        command.pre_exec(move || match set() {
+            true => Ok(()),
+            false => Err(std::io::Error::last_os_error()),
+        });
+    }
+}
+
+fn host(variables: &[(&'static str, &str)], set: fn() -> bool) -> Host {
+    let on = match variables {
+        [] => DropIn::Absent,
+        _ => DropIn::with(variables),
+    };
+    Host::start_with(Program::CMapped, &fixture("moe.gguf"), &on, |command| {
+        before_start(command, set);
+    })
+}
+
+/// The hash of the logits in an answer to [`EVALUATE`].
+fn hash(answer: &str) -> String {
+    let hash = answer.split_once("hash ");
+    hash.unwrap_or_else(|| panic!("{answer}")).1.to_owned()
+}
+
+fn of_program(set: fn() -> bool) -> String {
+    let mut host = host(&[], set);
+    let expected = hash(&host.ask(EVALUATE));
+    assert_eq!(host.end(), Some(0));
+    expected
+}
+
+fn limit(resource: libc::__rlimit_resource_t, most: u64) -> bool {
+    let limit = libc::rlimit {
+        rlim_cur: most,
+        rlim_max: most,
+    };
+    // SAFETY: a valid struct.
+    unsafe { libc::setrlimit(resource, &limit) == 0 }
+}
+
+/// Makes standard error a pipe without a reader.
+fn no_reader() -> bool {
+    let mut ends = [0; 2];
+    // SAFETY: plain system calls.
+    unsafe {
+        libc::pipe(ends.as_mut_ptr()) == 0
+            && libc::dup2(ends[1], libc::STDERR_FILENO) >= 0
+            && libc::close(ends[0]) == 0
+            && libc::close(ends[1]) == 0
+    }
+}
+
+fn no_file_size() -> bool {
+    limit(libc::RLIMIT_FSIZE, 0)
+}
+
+fn no_standard_error() -> bool {
+    // SAFETY: a plain system call.
+    unsafe { libc::close(libc::STDERR_FILENO) == 0 }
+}
+
+fn nothing() -> bool {
+    true
+}
+
+#[test]
+fn outputs_that_cannot_be_written_end_no_program() {
+    let expected = of_program(nothing);
+    let obstacles: [(&str, fn() -> bool); 4] = [
+        ("no reader", no_reader),
+        ("a limit of file sizes", no_file_size),
+        ("no standard error", no_standard_error),
+        ("a full disk", nothing),
+    ];
+    for (obstacle, set) in obstacles {
+        for (variable, value) in OUTPUTS {
+            let folder = tempfile::tempdir().expect("a folder");
+            let is_file = value != "1" && value != "debug";
+            let path = folder.path().join(value);
+            if variable == "LLAMA_SIDECAR_JOURNAL" {
+                std::fs::write(&path, "").expect("free space");
+            }
+            let path = match (is_file, obstacle) {
+                (false, _) => value,
+                (true, "a full disk") => "/dev/full",
+                (true, _) => path.to_str().expect("UTF-8"),
+            };
+            let mut host = host(&[(variable, path)], set);
+            let answer = host.ask(EVALUATE);
+            assert_eq!(hash(&answer), expected, "{obstacle}: {variable}");
+            assert_eq!(host.end(), Some(0), "{obstacle}: {variable}");
+            let names = std::fs::read_dir(folder.path()).expect("a folder");
+            let names = names.map(|entry| entry.expect("an entry").file_name());
+            let incomplete = |name: &std::ffi::OsString| name.to_string_lossy().ends_with(".part");
+            assert_eq!(
+                names.filter(incomplete).count(),
+                0,
+                "{obstacle}: {variable}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_fifo_whose_reader_is_gone_ends_no_program() {
+    let expected = of_program(nothing);
+    for variable in ["LLAMA_SIDECAR_LOGITS_HASHES", "LLAMA_EXPERT_TRACE_ROUTES"] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("fifo");
+        let name = std::ffi::CString::new(path.to_str().expect("UTF-8")).expect("no zero");
+        // SAFETY: a path that ends with a zero.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        let reader = std::fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(&path);
+        let mut host = host(&[(variable, path.to_str().expect("UTF-8"))], nothing);
+        assert_eq!(hash(&host.ask(EVALUATE)), expected, "{variable}");
+        drop(reader);
+        assert!(host.ask(EVALUATE).contains("hash "), "{variable}");
+        assert_eq!(host.end(), Some(0), "{variable}");
+    }
+}
+
+/// Returns what descriptors 0 to 2 of a process are.
+fn standard(host: &Host) -> [Option<std::path::PathBuf>; 3] {
+    [0, 1, 2].map(|number| std::fs::read_link(format!("/proc/{}/fd/{number}", host.id())).ok())
+}
+
+#[test]
+fn no_descriptor_has_the_number_of_a_standard_one() {
+    let mut without = host(&[], no_standard_error);
+    let expected = hash(&without.ask(EVALUATE));
+    let [_, _, error] = standard(&without);
+    for more in [&[][..], &STREAM[..]] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+        let paths: Vec<_> = OUTPUTS[3..]
+            .iter()
+            .map(|(name, file)| (*name, path(file)))
+            .collect();
+        let mut variables: Vec<_> = paths
+            .iter()
+            .map(|(name, path)| (*name, path.as_str()))
+            .collect();
+        variables.extend(more);
+        let mut host = host(&variables, no_standard_error);
+        assert_eq!(hash(&host.ask(EVALUATE)), expected);
+        assert_eq!(control(host.socket(), "status")["ok"], true);
+        assert_eq!(
+            standard(&host)[2],
+            error,
+            "a descriptor of the program or none"
+        );
+        assert_eq!(host.end(), Some(0));
+    }
+    assert_eq!(without.end(), Some(0));
+}
+
+#[test]
+fn descriptors_that_the_program_closes_are_used_no_more() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let other = folder.path().join("other");
+    let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    let results = |variables: &[(&'static str, &str)]| {
+        let mut host = host(variables, nothing);
+        let first = hash(&host.ask(EVALUATE));
+        assert_eq!(host.ask(&format!("close {}", other.display())), "closed");
+        let later = [hash(&host.ask(EVALUATE)), hash(&host.ask("prefill 16"))];
+        assert_eq!(host.end(), Some(0));
+        (first, later)
+    };
+    let expected = results(&[]);
+    let paths: Vec<_> = OUTPUTS[3..]
+        .iter()
+        .map(|(name, file)| (*name, path(file)))
+        .collect();
+    let mut variables: Vec<_> = paths
+        .iter()
+        .map(|(name, path)| (*name, path.as_str()))
+        .collect();
+    assert_eq!(results(&variables), expected);
+    variables.truncate(0);
+    variables.extend(STREAM);
+    assert_eq!(results(&variables), expected);
+    let written = std::fs::read_to_string(&other).expect("a file");
+    assert_eq!(written, "", "the file of the program");
+}
+
+/// The address space of limited programs.
+static LIMIT: AtomicU64 = AtomicU64::new(0);
+
+fn address_space() -> bool {
+    limit(libc::RLIMIT_AS, LIMIT.load(Ordering::SeqCst))
+}
+
+#[test]
+fn a_limit_of_address_space_leaves_the_program_what_it_needs() {
+    let mut without = host(&[], nothing);
+    let expected = hash(&without.ask(EVALUATE));
+    let needed = memory(&without.id().to_string(), "VmPeak:");
+    assert_eq!(without.end(), Some(0));
+    for more in (1..=6).map(|number| number * 100) {
+        LIMIT.store(needed + (more << 20), Ordering::SeqCst);
+        let mut limited = host(&STREAM, address_space);
+        assert_eq!(hash(&limited.ask(EVALUATE)), expected, "{more} MiB more");
+        if more == 100 {
+            limited.wait_logged("the limit (ulimit -v) leaves 0 MiB", 1);
+        }
+        assert_eq!(limited.end(), Some(0), "{more} MiB more");
+    }
+}
