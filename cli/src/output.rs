@@ -160,7 +160,7 @@ mod tests {
         );
         let names = || {
             let entries = fs::read_dir(folder.path()).expect("a folder");
-            let name = |entry: io::Result<fs::DirEntry>| entry.expect("an entry").file_name();
+            let name = |entry: std::io::Result<fs::DirEntry>| entry.expect("an entry").file_name();
             let mut names: Vec<_> = entries.map(name).collect();
             names.sort();
             names

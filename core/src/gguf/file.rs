@@ -293,14 +293,11 @@ impl Source {
 
     /// Returns whether a part of this range was never written, as far as the file system knows.
     pub fn has_hole(&self, offset: u64, len: u64) -> bool {
-        // SAFETY: asks for a position in a descriptor that is open; reads here have positions of their own.
-        let hole = unsafe {
-            libc::lseek(
-                self.file.as_raw_fd(),
-                offset as libc::off_t,
-                libc::SEEK_HOLE,
-            )
+        let Ok(file) = self.file.get() else {
+            return false;
         };
+        // SAFETY: asks for a position in a descriptor that is open; reads here have positions of their own.
+        let hole = unsafe { libc::lseek(file.as_raw_fd(), offset as libc::off_t, libc::SEEK_HOLE) };
         u64::try_from(hole).is_ok_and(|hole| hole < offset.saturating_add(len))
     }
 
