@@ -100,7 +100,8 @@ fn nothing() -> bool {
 #[test]
 fn outputs_that_cannot_be_written_end_no_program() {
     let expected = of_program(nothing);
-    let obstacles: [(&str, fn() -> bool); 4] = [
+    type Obstacle = fn() -> bool;
+    let obstacles: [(&str, Obstacle); 4] = [
         ("no reader", no_reader),
         ("a limit of file sizes", no_file_size),
         ("no standard error", no_standard_error),
