@@ -8,6 +8,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
@@ -61,6 +62,95 @@ fn the_wrapper_runs_a_command_with_the_drop_in() {
     assert!(text.ends_with("true 'it'\\''s'\n"), "{text}");
     let output = run(&["--", "/no/such/program"]);
     assert_eq!(output.status.code(), Some(1));
+}
+
+/// Runs a command with the drop-in that is beside a copy of the wrapper, for a user without settings.
+fn installed_in(
+    folder: &Path,
+    drop_in: &[u8],
+) -> (String, Option<i32>, Option<std::time::SystemTime>) {
+    std::fs::write(folder.join("libllama_sidecar_preload.so"), drop_in).expect("a library");
+    let output = Command::new(folder.join("llama-sidecar"))
+        .args(["run", "--", "sh", "-c", "echo $LD_PRELOAD; exit 5"])
+        .env("XDG_DATA_HOME", folder.join("data"))
+        .env_remove("LD_PRELOAD")
+        .output()
+        .expect("it starts");
+    let trials = std::fs::metadata(folder.join("data/llama-sidecar/trials.json"));
+    let text = [output.stdout, output.stderr].concat();
+    (
+        String::from_utf8_lossy(&text).into_owned(),
+        output.status.code(),
+        trials.and_then(|found| found.modified()).ok(),
+    )
+}
+
+#[test]
+fn a_program_runs_without_a_drop_in_that_fails() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let cli = testkit::host::built("release/llama-sidecar");
+    std::fs::copy(cli, folder.path().join("llama-sidecar")).expect("a copy");
+    let whole = std::fs::read(testkit::host::preload_library()).expect("a library");
+    // A copy that was interrupted.
+    for bytes in [1 << 16, 100, 0] {
+        let (text, code, trials) = installed_in(folder.path(), &whole[..bytes]);
+        assert!(
+            text.starts_with('\n') && text.contains("/sh runs without the drop-in: "),
+            "{bytes}: {text}"
+        );
+        assert_eq!((code, trials), (Some(5), None), "{bytes}: {text}");
+    }
+    let (text, code, first) = installed_in(folder.path(), &whole);
+    assert!(text.starts_with('/') && !text.contains("without"), "{text}");
+    assert_eq!(code, Some(5));
+    assert!(first.is_some());
+}
+
+#[test]
+fn a_trial_that_succeeded_is_kept() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let run = || {
+        let mut command = Command::new(testkit::host::built("release/llama-sidecar"));
+        command
+            .args(["run", "--", "true"])
+            .env("XDG_DATA_HOME", folder.path());
+        assert!(command.output().expect("it starts").status.success());
+        let trials = folder.path().join("llama-sidecar/trials.json");
+        let found = std::fs::metadata(trials).expect("a list");
+        (found.ino(), found.modified().expect("a time"))
+    };
+    assert_eq!(run(), run());
+}
+
+#[test]
+fn a_program_runs_where_no_file_can_be_made() {
+    let cli = testkit::host::built("release/llama-sidecar");
+    let run = |folders: &str| {
+        let script = format!("{folders} \"$0\" run -- sh -c 'exit 5'");
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-c", &script]).arg(&cli);
+        let output = command.output().expect("util-linux is installed");
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        (output.status.code(), text)
+    };
+    // A read-only root.
+    let (code, text) = run("mount -o remount,ro,bind / || exit 9;");
+    if code != Some(5) && text.contains("unshare") || code == Some(9) {
+        testkit::skipped("this process may not change its mounts");
+        return;
+    }
+    assert_eq!(code, Some(5), "{text}");
+    assert!(text.contains("the drop-in did nothing"), "{text}");
+    // No memory file system either.
+    let (code, text) = run(
+        "mount -o remount,ro,bind / && mount -o remount,ro,bind /dev/shm || exit 9; XDG_RUNTIME_DIR=",
+    );
+    assert_eq!(code, Some(5), "{text}");
+    assert!(
+        text.contains("there will be no summary: cannot create"),
+        "{text}"
+    );
+    assert_eq!(text.lines().count(), 1, "{text}");
 }
 
 /// Starts the command with pipes.

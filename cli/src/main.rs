@@ -67,7 +67,7 @@ use std::process::{ExitCode, exit};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, Subcommand};
 use control::{Control, Limit};
-use launch::{child, doctor, run};
+use launch::{child, doctor, proof, run};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sidecar_core::config::margin;
 use sidecar_core::protocol::Request;
@@ -243,6 +243,9 @@ enum Command {
     /// Print the signals that this process gets. 'run' starts it to know those of its group.
     #[command(hide = true, name = child::WITNESS)]
     Witness,
+    /// End at once. 'run' starts it with the drop-in, to try the library.
+    #[command(hide = true, name = proof::TRIAL)]
+    Trial,
     /// Load all tensors of a model into memory, and print the time.
     Load {
         /// A GGUF file, or any shard of a model.
@@ -330,6 +333,7 @@ fn main() -> ExitCode {
         Command::Load { file } => inspect::load::run(&file),
         Command::Generate { prefix } => generate::run(Arguments::command(), &prefix),
         Command::Witness => child::witness(),
+        Command::Trial => Ok(()),
     };
     // What was measured and written is complete.
     interruption::end_by_signal();

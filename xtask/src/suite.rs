@@ -337,6 +337,11 @@ pub fn long() -> Result<()> {
     const LONG: (&str, &str) = ("SIDECAR_LONG_TESTS", "1");
     fixtures::make()?;
     run(serial_tests("devices", &[]).env(LONG.0, LONG.1))?;
+    for package in ["llama-sidecar-preload", "llama-sidecar-cli"] {
+        let mut damages = command("cargo", &root());
+        damages.args(["test", "--quiet", "-p", package, "damaged_"]);
+        run(damages.env(LONG.0, LONG.1))?;
+    }
     run(serial_tests("postfetch", &[])
         .env(LONG.0, LONG.1)
         .env("LD_LIBRARY_PATH", cmake::sim_cuda()?))?;

@@ -180,15 +180,15 @@ fn libraries(preload: &Path, files: &BTreeSet<PathBuf>, names: &BTreeSet<String>
     let ours = std::fs::canonicalize(preload).ok();
     let others = files.iter().filter(|path| same(path) != ours);
     others
-        .filter_map(|path| Library::read(path, names))
+        .filter_map(|path| Library::of(path, &map(path)?, names))
         .collect()
 }
 
 impl Library {
-    /// Reads a file; `None` if it has none of the hooks, or is not an ELF file for this machine.
-    fn read(path: &Path, hooks: &BTreeSet<String>) -> Option<Library> {
-        let bytes = map(path)?;
-        let elf = Elf::parse(&bytes).ok()?;
+    /// Returns what a file has; `None` if it has none of the hooks, or is not an ELF file for this
+    /// machine.
+    fn of(path: &Path, bytes: &[u8], hooks: &BTreeSet<String>) -> Option<Library> {
+        let elf = Elf::parse(bytes).ok()?;
         if elf.header.e_machine != EM_X86_64 {
             return None;
         }
@@ -246,6 +246,7 @@ fn map(path: &Path) -> Option<Mmap> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::hash::{BuildHasher, RandomState};
 
     #[test]
     fn paths_of_mapped_files_are_bytes() {
@@ -254,5 +255,46 @@ mod tests {
             7ffc0000-7ffc1000 r-xp 00000000 00:00 0 [vdso]\n";
         let expected = PathBuf::from(OsStr::from_bytes(b"/caf\xe9/a b.so"));
         assert_eq!(executable(maps), BTreeSet::from([expected]));
+    }
+
+    #[test]
+    fn damaged_files_are_read_or_refused() {
+        let long = std::env::var_os("SIDECAR_LONG_TESTS").is_some();
+        let files = mapped(std::process::id());
+        let small = files
+            .iter()
+            .filter_map(|path| Some((map(path)?.len(), path)));
+        let (_, path) = small.min().expect("the loader");
+        let whole = std::fs::read(path).expect("a library");
+        let elf = Elf::parse(&whole).expect("a library");
+        let names = elf
+            .dynsyms
+            .iter()
+            .filter_map(|of| elf.dynstrtab.get_at(of.st_name));
+        let names: BTreeSet<String> = names.map(str::to_owned).collect();
+        let found = Library::of(path, &whole, &names).expect("its functions");
+        assert!(found.defines.len() > 10, "{:?}", found.defines);
+        let fixed = RandomState::new();
+        let mut refused = 0;
+        for round in 0..if long { 20_000 } else { 1000 } {
+            let random = |which: u32| fixed.hash_one((round, which)) as usize;
+            let mut damaged = whole.clone();
+            if random(0) % 4 == 0 {
+                damaged.truncate(random(1) % whole.len());
+            }
+            for damage in 0..1 + random(2) % 4 {
+                let random = |which| random(10 * (1 + damage as u32) + which);
+                // Mostly where headers and tables are.
+                let most = [64, 1024, 16384, damaged.len()][random(0) % 4];
+                let at = random(1) % most.min(damaged.len()).max(1);
+                let value = [0, u64::MAX, random(2) as u64, 1 << (random(3) % 64)][random(4) % 4];
+                let bytes = value.to_le_bytes().into_iter().take(1 << (random(5) % 4));
+                for (to, byte) in damaged.iter_mut().skip(at).zip(bytes) {
+                    *to = byte;
+                }
+            }
+            refused += usize::from(Library::of(path, &damaged, &names).is_none());
+        }
+        assert!(refused > 10, "{refused}");
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::process::ExitStatusExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 
 use anyhow::{Context, Result};
@@ -29,8 +29,21 @@ fn has_failed(status: ExitStatus) -> bool {
 }
 
 impl Journal {
+    /// Makes a file in the folder for temporary files. Where that is read-only: in the folder of the
+    /// user's session, or in memory. Later temporary files of this process are there, too.
     pub fn new() -> Result<Journal> {
-        Journal::in_folder(&std::env::temp_dir())
+        let other = || {
+            let session = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+            let folders = session.into_iter().chain([PathBuf::from("/dev/shm")]);
+            let mut journals = folders.filter_map(|folder| {
+                let journal = Journal::in_folder(&folder).ok()?;
+                let _ = tempfile::env::override_temp_dir(&folder);
+                Some(journal)
+            });
+            journals.next()
+        };
+        let first = Journal::in_folder(&tempfile::env::temp_dir());
+        first.or_else(|error| other().ok_or(error))
     }
 
     pub fn in_folder(folder: &Path) -> Result<Journal> {

@@ -5,6 +5,7 @@
 //! | [`doctor`] | what the drop-in can do in a program |
 //! | [`run`] | a program with the drop-in, and a summary at its end |
 //! | [`hooks`] | reachable hooks |
+//! | [`proof`] | a trial of the drop-in before a program starts |
 //! | [`journal`] | events of the drop-in |
 //! | [`gains`] | what comparisons have shown to make programs faster |
 //! | [`kept`] | lists that are kept for the user |
@@ -21,5 +22,6 @@ pub mod hooks;
 pub mod journal;
 pub mod kept;
 pub mod own_cache;
+pub mod proof;
 pub mod run;
 pub mod session;

@@ -18,7 +18,7 @@ use crate::control;
 use crate::launch::child::{self, Group, quoted};
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{Events, JOURNAL, Journal};
-use crate::launch::{gains, own_cache};
+use crate::launch::{gains, own_cache, proof};
 
 /// A command and the settings of the drop-in in it.
 #[derive(clap::Args)]
@@ -201,13 +201,13 @@ impl Prepared {
         Executable::find(&self.words[0])
     }
 
-    /// Returns the command, which writes events to the journal.
-    pub fn command(&self, program: &Executable, journal: &Journal) -> Command {
+    /// Returns the command, which writes events to the journal, if there is one.
+    pub fn command(&self, program: &Executable, journal: Option<&Journal>) -> Command {
         let mut command = Command::new(&program.path);
         command
             .args(&self.words[1..])
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
-            .env(JOURNAL, journal.path());
+            .envs(journal.map(|journal| (JOURNAL, journal.path())));
         command
     }
 
@@ -263,14 +263,31 @@ pub fn run(options: &RunOptions) -> Result<()> {
     if let Some(socket) = &config.control {
         control::check_unused(socket)?;
     }
-    let journal = Journal::new()?;
-    let mut child = child::spawn(&mut prepared.command(&program, &journal), Group::Shared)
-        .with_context(|| {
-            let obstacle = prepared.obstacle(&program);
-            obstacle.unwrap_or_else(|| format!("cannot run {}", program.path.display()))
-        })?;
+    let journal = match proof::failure(&prepared.preload) {
+        Some(failure) => {
+            eprintln!(
+                "llama-sidecar: {} runs without the drop-in: {failure}",
+                program.path.display()
+            );
+            None
+        }
+        None => Some(journal(options.quiet)),
+    };
+    let mut command = match &journal {
+        Some(journal) => prepared.command(&program, journal.as_ref()),
+        None => {
+            let mut command = Command::new(&program.path);
+            command.args(&options.command[1..]);
+            command
+        }
+    };
+    let mut child = child::spawn(&mut command, Group::Shared).with_context(|| {
+        let obstacle = prepared.obstacle(&program);
+        obstacle.unwrap_or_else(|| format!("cannot run {}", program.path.display()))
+    })?;
     let status = child::wait(&mut child)?;
-    if !options.quiet {
+    let journal = journal.flatten();
+    if let Some(journal) = journal.as_ref().filter(|_| !options.quiet) {
         let lines = prepared.summary(&program, &journal.read(), status);
         for line in lines.iter().chain(&config.without_effect) {
             eprintln!("llama-sidecar: {line}");
@@ -279,6 +296,15 @@ pub fn run(options: &RunOptions) -> Result<()> {
     // The process ends below without running destructors.
     drop(journal);
     child::end_like(status)
+}
+
+/// Makes a journal. A program runs without one, too.
+fn journal(quiet: bool) -> Option<Journal> {
+    let made = Journal::new();
+    if let Some(error) = made.as_ref().err().filter(|_| !quiet) {
+        eprintln!("llama-sidecar: there will be no summary: {error:#}");
+    }
+    made.ok()
 }
 
 /// Returns the lines about what the drop-in did.

@@ -147,7 +147,7 @@ fn run(of: &Program, program: &Executable, wanted: &Measure) -> Result<(Measured
     }
     let journal = Journal::new()?;
     let mut log = tempfile::tempfile()?;
-    let mut command = prepared.command(program, &journal);
+    let mut command = prepared.command(program, Some(&journal));
     command
         .stdin(Stdio::null())
         .stdout(Stdio::null())

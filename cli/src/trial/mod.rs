@@ -176,7 +176,7 @@ impl Program {
                 if let Some(obstacle) = prepared.obstacle(&executable) {
                     bail!("{obstacle}");
                 }
-                prepared.command(&executable, &journal)
+                prepared.command(&executable, Some(&journal))
             }
             None => {
                 let mut command = Command::new(&executable.path);

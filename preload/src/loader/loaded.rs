@@ -821,7 +821,7 @@ mod tests {
                 assert_ne!(all, libc::MAP_FAILED);
                 let inner = all.byte_add(page);
                 libc::mprotect(inner, pages, libc::PROT_READ | libc::PROT_WRITE);
-                // The last part ends where the page behind it begins.
+                // The last part ends where the next page begins.
                 inner as usize + (pages - bytes) / 16 * 16
             };
             for part in parts() {
