@@ -101,7 +101,7 @@ int main(int argc, char ** argv) {
     CHECK(not_freed);
     OK(llama_expert_trace_record(not_freed, LAYER, 1));
     if (argc == 3) {
-        _Exit(0); // names are out already, and nothing else is printed or written
+        _Exit(0); // names are out already; only they are
     }
 
     OK(llama_expert_trace_record(trace, LAYER, 0));

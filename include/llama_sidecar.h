@@ -638,7 +638,9 @@ struct llama_sidecar_report_file {
     size_t struct_size;
     /** Path of the file. Valid until the report is freed, as is the reason. */
     const char *path;
-    /** Why the file was skipped, or what of it needs a new start of the program; empty otherwise. */
+    /**
+     * Why the file was skipped, or what of it needs a new start of the program; empty otherwise.
+     */
     const char *reason;
     /** Outcome for the file. */
     enum llama_sidecar_file_event event;

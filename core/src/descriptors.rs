@@ -130,7 +130,7 @@ mod tests {
     #[test]
     fn a_number_of_another_file_is_neither_used_nor_closed() {
         let kept = Kept::new(tempfile::tempfile().expect("a file")).expect("a file");
-        kept.write_all(b"ours").expect("written");
+        kept.write_all(b"text").expect("written");
         let other = tempfile::tempfile().expect("a file");
         let number = kept.opened.as_raw_fd();
         // SAFETY: what a program may do with any number.

@@ -208,7 +208,7 @@ impl SearchOptions {
         Ok(plan(count(share, mixture)?, source))
     }
 
-    /// Returns the program that evaluates; `None` if it is not at hand, and the options name no other one.
+    /// Returns the program that evaluates; `None` if it is not available, and the options name no other one.
     pub fn program(&self) -> Result<Option<Program>> {
         match self.evaluation.program(None) {
             Err(_) if self.evaluation.is_default() => Ok(None),

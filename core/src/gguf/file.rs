@@ -296,7 +296,7 @@ impl Source {
         let Ok(file) = self.file.get() else {
             return false;
         };
-        // SAFETY: asks for a position in a descriptor that is open; reads here have positions of their own.
+        // SAFETY: looks for a position in a descriptor that is open; reads here have positions of their own.
         let hole = unsafe { libc::lseek(file.as_raw_fd(), offset as libc::off_t, libc::SEEK_HOLE) };
         u64::try_from(hole).is_ok_and(|hole| hole < offset.saturating_add(len))
     }

@@ -470,7 +470,7 @@ impl Residents {
         self.pieces[piece].state.store(ABSENT, Ordering::SeqCst);
         self.place_borders(piece, &span);
         held.bytes -= span.len as u64;
-        // The next read is into this slot, unless its matrix needs more room.
+        // The next read is into this slot, unless its matrix needs more memory.
         let used = wanted.map_or(0, |(_, len)| if len > span.len { 0 } else { len });
         self.slots.release(slot + used, span.len - used);
         held.free.push(slot);

@@ -142,7 +142,7 @@ impl Ended {
         }
     }
 
-    /// Forgets what ended with an earlier load of a model: a request has set it anew.
+    /// Forgets what ended with an earlier load of a model: a request has set it again.
     pub fn set_again(&self, model: &Model) {
         self.of.lock().remove(&model.path);
     }
