@@ -5,8 +5,10 @@
 //! makes them plain text. All escapes are those of JSON, so that JSON is still the same JSON.
 
 use std::borrow::Cow;
+use std::ffi::OsString;
 use std::fmt::Write;
-use std::path::Path;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
@@ -58,9 +60,44 @@ pub fn line(text: &str) -> Cow<'_, str> {
     escaped(text, &[])
 }
 
-/// Returns a path for a part of a line.
+/// Returns a path for a part of a line. Bytes that are no UTF-8, hidden characters and backslashes are escapes: `\xE9`.
 pub fn path(path: &Path) -> String {
-    line(&path.to_string_lossy()).into_owned()
+    let mut text = String::new();
+    let escape = |text: &mut String, bytes: &[u8]| {
+        for byte in bytes {
+            let _ = write!(text, "\\x{byte:02X}");
+        }
+    };
+    for chunk in path.as_os_str().as_bytes().utf8_chunks() {
+        for character in chunk.valid().chars() {
+            match character == '\\' || is_hidden(character) {
+                true => escape(&mut text, character.encode_utf8(&mut [0; 4]).as_bytes()),
+                false => text.push(character),
+            }
+        }
+        escape(&mut text, chunk.invalid());
+    }
+    text
+}
+
+/// Returns the path that a text of [`path`] stands for.
+pub fn path_of(text: &str) -> PathBuf {
+    let escaped = |text: &[u8]| {
+        let digits = text.strip_prefix(b"\\x")?.get(..2)?;
+        let digits = std::str::from_utf8(digits).ok()?;
+        u8::from_str_radix(digits, 16).ok()
+    };
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some(&first) = rest.first() {
+        let (byte, length) = match escaped(rest) {
+            Some(byte) => (byte, 4),
+            None => (first, 1),
+        };
+        bytes.push(byte);
+        rest = &rest[length..];
+    }
+    PathBuf::from(OsString::from_vec(bytes))
 }
 
 /// Returns text as a field of CSV (RFC 4180). What a spreadsheet would read as a formula begins with an apostrophe.
@@ -115,6 +152,7 @@ pub fn one_line(value: &mut Value) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::ffi::OsStr;
 
     const HOSTILE: &str = "\u{1b}]0;a\u{7}\u{9b}\u{202e}\u{e0041}\n\t\r<'\"\\&ä";
 
@@ -126,7 +164,6 @@ mod tests {
         assert_eq!(line(HOSTILE), expected("\\n\\t\\r<'\"\\&ä"));
         assert_eq!(html(HOSTILE), expected("\n\t\\r&lt;&#39;&quot;\\&amp;ä"));
         assert_eq!(label("a\"b\\c\n\u{1b}"), "a\\\"b\\\\c\\\\n\\\\u001b");
-        assert_eq!(path(Path::new("a\n")), "a\\n");
     }
 
     #[test]
@@ -144,6 +181,24 @@ mod tests {
         }
         assert_eq!(csv("a,\"b\"\n"), "\"a,\"\"b\"\"\\n\"");
         assert_eq!(csv("blk.0.a"), "blk.0.a");
+    }
+
+    #[test]
+    fn each_path_has_a_text_that_is_a_part_of_a_line() {
+        for (bytes, expected) in [
+            (
+                &b"/models/caf\xc3\xa9 2.gguf"[..],
+                "/models/caf\u{e9} 2.gguf",
+            ),
+            (b"/caf\xe9/m.gguf", "/caf\\xE9/m.gguf"),
+            (b"/a\nb\x1b[31m\xc2\x9b", "/a\\x0Ab\\x1B[31m\\xC2\\x9B"),
+            (b"/a\\xE9\\b", "/a\\x5CxE9\\x5Cb"),
+        ] {
+            let path = Path::new(OsStr::from_bytes(bytes));
+            assert_eq!(super::path(path), expected);
+            assert_eq!(path_of(expected), path);
+        }
+        assert_eq!(path_of("/a\\n\\x"), Path::new("/a\\n\\x"));
     }
 
     #[test]

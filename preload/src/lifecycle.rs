@@ -10,7 +10,8 @@ use std::time::Duration;
 use sidecar_core::config::Config;
 use sidecar_core::experts::{ExpertIndex, Routing};
 use sidecar_core::logger;
-use sidecar_core::protocol::{Event, NoEffect, path_text};
+use sidecar_core::protocol::{Event, NoEffect};
+use sidecar_core::text;
 
 use crate::control::{self, clients};
 use crate::hotswap::reloader::{self, HotSwap};
@@ -111,7 +112,7 @@ pub fn model_complete(model: &Arc<Model>) {
             .layers()
             .filter(|(layer, _)| !predicting.contains(layer));
         Event::Model {
-            path: path_text(model.files[0].gguf.source.path()),
+            path: text::path(model.files[0].gguf.source.path()),
             files: model.files.len(),
             tensors: model.tensors.len(),
             expert_layers: layers.count(),

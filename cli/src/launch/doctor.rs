@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use sidecar_core::config::Config;
-use sidecar_core::protocol::{Event, NoEffect, is_tried_ggml, path_of};
+use sidecar_core::protocol::{Event, NoEffect, is_tried_ggml};
 use sidecar_core::text;
 
 use crate::interruption;
@@ -335,7 +335,7 @@ fn streaming(path: &str, experts_used: &[(u32, u64)], events: &Events) {
         Some(Err(obstacle)) => return line("streaming", &format!("does not work: {obstacle}")),
         None => line("streaming", UNKNOWN_YET),
     }
-    match stream::describe(&path_of(path), experts_used) {
+    match stream::describe(&text::path_of(path), experts_used) {
         Ok(lines) => lines.iter().for_each(|(what, found)| line(what, found)),
         Err(error) => line("sizes", &format!("cannot read the model: {error:#}")),
     }

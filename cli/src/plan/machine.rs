@@ -14,7 +14,8 @@ use memmap2::Mmap;
 use rustix::fs::{Advice, fadvise};
 use serde::{Deserialize, Serialize};
 use sidecar_core::gguf::FileId;
-use sidecar_core::protocol::{Event, Measure, Measured, Work, path_of};
+use sidecar_core::protocol::{Event, Measure, Measured, Work};
+use sidecar_core::text;
 
 use super::others::Since;
 use super::shape::ExpertAt;
@@ -127,7 +128,7 @@ pub fn model_of(of: &Program) -> Result<PathBuf> {
     };
     let (_, events) = run(of, &Executable::find(&of.words[0])?, &nothing)?;
     let path = events.iter().find_map(|event| match event {
-        Event::Opened { path } => Some(path_of(path)),
+        Event::Opened { path } => Some(text::path_of(path)),
         _ => None,
     });
     path.context("the program opened no model: pass -m MODEL.gguf")

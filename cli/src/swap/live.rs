@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use sidecar_core::protocol::{Overlay, Request, path_text};
+use sidecar_core::protocol::{Overlay, Request};
+use sidecar_core::text;
 
 use crate::control::{self, Control};
 
@@ -22,7 +23,7 @@ pub fn set(at: &Control, tensor: &str, from: &Path, named: &Path) -> Result<()> 
 fn absolute(path: &Path) -> Result<String> {
     let found = path.canonicalize();
     let found = found.with_context(|| format!("cannot find {}", path.display()))?;
-    Ok(path_text(&found))
+    Ok(text::path(&found))
 }
 
 /// Reverts the overlays of the tensors that match; of all without a pattern.

@@ -26,21 +26,18 @@
 //! | `measurements` | what the ggml of a program measures |
 //! | `answers` | answers of the drop-in |
 //! | `figures` | figures in answers and events, and the metrics |
-//! | `paths` | paths as text |
 //! | `requests` | requests of a client |
 
 mod answers;
 mod figures;
 mod journal;
 mod measurements;
-mod paths;
 mod requests;
 
 pub use answers::*;
 pub use figures::*;
 pub use journal::*;
 pub use measurements::*;
-pub use paths::*;
 pub use requests::*;
 
 use serde::Serialize;

@@ -12,9 +12,10 @@ use sidecar_core::error::Error;
 use sidecar_core::protocol::{
     Blocked, FileEvent, FileStatus, Hashes, Metrics, Milliseconds, ModelHash, ModelReload,
     ModelStatus, NoEffect, Overlay, ReloadReport, Reloads, Reply, Request, Round, Status,
-    TensorChange, TensorState, TensorStatus, Traces, Waiting, path_text,
+    TensorChange, TensorState, TensorStatus, Traces, Waiting,
 };
 use sidecar_core::reload::{Cause, FileReport, Outcome, Report, Trigger};
+use sidecar_core::text;
 
 use crate::control::clients::{Answer, is_connected};
 use crate::control::{clients, metrics};
@@ -183,9 +184,9 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
     let paths = model
         .files
         .iter()
-        .map(|file| path_text(file.gguf.source.path()));
+        .map(|file| text::path(file.gguf.source.path()));
     let known = model.engine.changed();
-    let path = |from: &PathBuf| path_text(from);
+    let path = |from: &PathBuf| text::path(from);
     let mut changed = Vec::new();
     for (index, tensor) in model.tensors.iter().enumerate() {
         let instances = tensor
@@ -329,7 +330,7 @@ fn with_each_model(work: impl Fn(&Arc<Model>) -> Result<Report, Error>) -> Reloa
 
 fn file_status(file: &FileReport) -> FileStatus {
     FileStatus {
-        path: path_text(&file.path),
+        path: text::path(&file.path),
         event: match file.ignored {
             None => FileEvent::Taken,
             Some(_) => FileEvent::Ignored,

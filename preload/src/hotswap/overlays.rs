@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use sidecar_core::gguf::{FileId, NamePattern};
-use sidecar_core::protocol::{Overlay, path_of};
+use sidecar_core::protocol::Overlay;
 use sidecar_core::reload::OverlaySource;
+use sidecar_core::text;
 
 use crate::program::models::{self, Model};
 
@@ -125,7 +126,7 @@ impl Sources {
         if let Some(known) = self.by_path.get(from) {
             return Ok(*known);
         }
-        let path = path_of(from);
+        let path = text::path_of(from);
         if !path.is_absolute() {
             return Err(format!(
                 "'{from}' is not an absolute path: the program has another working directory"
@@ -142,7 +143,7 @@ impl Sources {
         if known.is_none() {
             let source = OverlaySource::open(&path).map_err(|error| error.to_string())?;
             self.opened.push(match &overlay.named {
-                Some(named) => source.named(&path_of(named)),
+                Some(named) => source.named(&text::path_of(named)),
                 None => source,
             });
         }

@@ -15,9 +15,8 @@ use std::time::{Duration, Instant};
 use products::Products;
 use sidecar_core::config::Config;
 use sidecar_core::descriptors;
-use sidecar_core::protocol::{
-    Event, Measure, Measured, OnDevice, OnProcessor, Repacked, Work, path_text,
-};
+use sidecar_core::protocol::{Event, Measure, Measured, OnDevice, OnProcessor, Repacked, Work};
+use sidecar_core::text;
 
 use crate::ggml::{
     Backend, BufferType, DEVICE_CPU, DEVICE_GPU, DEVICE_IGPU, Device, F32, Ggml, OwnBuffer, Tensor,
@@ -51,7 +50,7 @@ pub fn run_once(ggml: &'static Ggml, model: &Path, symbol: Symbol<'_>) {
         return;
     };
     journal::note(|| Event::Opened {
-        path: path_text(model),
+        path: text::path(model),
     });
     let result = read(path).and_then(|wanted| measure(ggml, symbol, &wanted));
     journal::note(|| {

@@ -1,6 +1,7 @@
 //! Where the routed experts of a model are, for the command that started the program.
 
-use sidecar_core::protocol::{Event, path_text};
+use sidecar_core::protocol::Event;
+use sidecar_core::text;
 
 use crate::ggml::{self, BufferType};
 use crate::process::journal;
@@ -15,7 +16,7 @@ pub fn note(model: &Model, effect: &Effect) {
     if buffer_types.is_empty() {
         return;
     }
-    let path = path_text(model.files[0].gguf.source.path());
+    let path = text::path(model.files[0].gguf.source.path());
     let obstacle = obstacle(model, &buffer_types)
         .map(str::to_owned)
         .or_else(|| model.unreached.post_fetch.clone());

@@ -21,7 +21,8 @@ use std::thread::ThreadId;
 
 use parking_lot::Mutex;
 use sidecar_core::gguf::{Access, GgufFile, Value};
-use sidecar_core::protocol::{Event, path_text};
+use sidecar_core::protocol::Event;
+use sidecar_core::text;
 
 use crate::ggml::{Buffer, Ggml, Tensor};
 use crate::loader::caller::Caller;
@@ -176,7 +177,7 @@ pub fn file_opened(caller: &'static Caller, ggml: &'static Ggml, path: &Path) {
         return;
     }
     journal::note_once(|| Event::Opened {
-        path: path_text(path),
+        path: text::path(path),
     });
     let first = FIRST.try_with(|first| first.borrow().clone());
     let first = first.ok().flatten().unwrap_or_default();

@@ -16,8 +16,9 @@ use parking_lot::{Mutex, RwLock};
 use sidecar_core::config::Config;
 use sidecar_core::experts::ExpertName;
 use sidecar_core::gguf::TensorInfo;
-use sidecar_core::protocol::{Event, path_text};
+use sidecar_core::protocol::Event;
 use sidecar_core::reload::{Cause, Engine, TrackedFile};
+use sidecar_core::text;
 
 use crate::ggml::{
     self, Buffer, BufferType, Descriptor, Device, Ggml, OwnBuffer, Tensor, TensorStruct,
@@ -361,7 +362,7 @@ impl Model {
             false => None,
         };
         if let Some(obstacle) = &obstacle {
-            let path = path_text(&self.path);
+            let path = text::path(&self.path);
             log::warn!("{path}: hot-swap stays off: {obstacle}");
             journal::note_once(|| Event::HotSwapObstacle {
                 path: path.clone(),

@@ -12,8 +12,9 @@ use parking_lot::{Mutex, RwLock};
 use sidecar_core::config::{Config, ExpertStream};
 use sidecar_core::experts::ExpertName;
 use sidecar_core::memory::{free_memory, usable};
-use sidecar_core::protocol::{Event, NoEffect, StreamFigures, path_text};
+use sidecar_core::protocol::{Event, NoEffect, StreamFigures};
 use sidecar_core::stream::{Mapped, Matrices, Reader, Settings};
+use sidecar_core::text;
 use sidecar_core::trace::{self, Ids};
 
 use crate::ggml::Ggml;
@@ -328,7 +329,7 @@ impl Stream {
 
 /// Makes a reader for a model whose experts are in the mapping of its files.
 fn start(model: &Arc<Model>) {
-    let path = path_text(model.files[0].gguf.source.path());
+    let path = text::path(model.files[0].gguf.source.path());
     if !load::is_for_streaming(model) {
         // No obstacle: the program is as fast without.
         return journal::note_once(|| Event::StreamStart {
