@@ -268,8 +268,7 @@ impl PostFetch {
     /// stays there meanwhile.
     pub fn download(&self, layer: u32, expert: u32) -> Option<Result<Vec<u8>, DeviceError>> {
         let slot = self.shared.plan.layer(layer)?.slot(expert)?;
-        let transfer = || Some(self.shared.table.lock().lookup(slot).1.ok()?.id);
-        let before = transfer()?;
+        let before = self.shared.table.lock().lookup(slot).1.ok()?.id;
         let found = self.query(layer, expert);
         let (gpu, weights) = (self.shared.gpu.as_ref()?, found.expert?);
         if found.device_address == 0 {
@@ -277,9 +276,12 @@ impl PostFetch {
         }
         let offset = found.device_address - gpu.memory.address();
         let mut bytes = vec![0; weights.nbytes as usize];
-        let read = gpu.memory.read(offset, &mut bytes).map(|()| bytes);
-        // After a release by another thread, the memory may have had other experts.
-        (transfer() == Some(before)).then_some(read)
+        // While the table is locked, its memory goes to no other expert.
+        let table = self.shared.table.lock();
+        if table.lookup(slot).1.ok()?.id != before {
+            return None;
+        }
+        Some(gpu.memory.read(offset, &mut bytes).map(|()| bytes))
     }
 
     /// Returns the layer whose down-projections a tensor of the model holds. Only base weights
