@@ -179,7 +179,7 @@ impl<'a> Pruned<'a> {
         let left = left.context("the model has no layer with experts")?;
         ensure!(left < experts, "the list leaves out no expert");
         ensure!(
-            left > groups,
+            groups == 1 || left > groups,
             "{left} experts would stay in {groups} groups, and llama.cpp loads more experts than groups alone"
         );
         Ok(Pruned {
