@@ -234,7 +234,8 @@ impl Module {
                     let names = module.iter().cloned().chain([text(at + 1).to_owned()]);
                     inside.push((depth, names.collect()));
                 }
-                "use" => {
+                // `use<>` in a type is no import.
+                "use" if text(at + 1) != "<" => {
                     let is_public = at > 0 && ["pub", ")"].contains(&text(at - 1));
                     let end = (at..tokens.len()).find(|at| text(*at) == ";");
                     let end = end.expect("the end of the import");

@@ -22,7 +22,7 @@ const HOSTILE: &str =
 /// A name of a tensor, which is short.
 const TENSOR: &str = "blk.0.\u{1b}[2J<b>\u{9b}\u{202e}\nforged.weight";
 /// A part of both, once it is text: as it is escaped, and as a shell reads it.
-const PLAIN: [&str; 2] = ["u009b", "\\xc2\\x9b"];
+const PLAIN: [&str; 3] = ["u009b", "\\xc2\\x9b", "\\xC2\\x9B"];
 
 /// Words of each command. A word in capitals stands for a hostile file; a command that prints none of its text is marked.
 const ROWS: &[(&str, &str)] = &[
