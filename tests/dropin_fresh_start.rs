@@ -26,6 +26,7 @@ fn read(path: &Path) -> Gguf {
         bytes
     };
     let mut gguf = Gguf::default();
+    gguf.kvs.clear();
     for key in &file.header.keys {
         let (id, before) = match (key.array, key.ty) {
             (true, _) => (ValueType::Array as u32, 12),
