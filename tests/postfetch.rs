@@ -1340,9 +1340,12 @@ fn slots_wait_for_all_streams_that_read_them() {
             for id in ids {
                 // SAFETY: the streams are destroyed at the end.
                 let answer = unsafe { fetch.acquire_on(0, id as u32, stream) };
-                // No caller waits for the streams: with all transfers held, the CPU computes an expert.
+                // No call waits for a stream: with all transfers held, the CPU computes an expert.
                 if answer.reason == Reason::NoRoom {
                     refused += 1;
+                    for stream in streams {
+                        kernels.finish(stream);
+                    }
                     continue;
                 }
                 assert_eq!(answer.reason, Reason::None);
