@@ -98,6 +98,12 @@ impl Maps {
         map.is_some_and(|map| map.is_code)
     }
 
+    /// Whether an address is in shared memory without a file, as streamed experts are.
+    pub fn is_shared_memory(&self, address: usize) -> bool {
+        let map = self.0.iter().find(|map| map.addresses.contains(&address));
+        map.is_some_and(|map| map.path == b"/dev/zero (deleted)")
+    }
+
     /// Whether bytes of a file from an offset on are mapped at an address, shared and for reading alone.
     pub fn has_plain(&self, address: usize, len: u64, offset: u64) -> bool {
         let map = self.0.iter().find(|map| map.addresses.contains(&address));

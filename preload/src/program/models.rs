@@ -293,8 +293,10 @@ impl Model {
     /// files are not those that were registered, because a call that freed them did not arrive.
     pub fn check(&self) -> Result<(), &'static str> {
         let maps = Maps::read();
+        // Streaming places memory of its own over the mapping.
         let is_mapped = |tensor: &ModelTensor, instance: &Instance| {
-            maps.is_of(instance.original.data, &self.files[tensor.file].gguf)
+            let data = instance.original.data;
+            maps.is_of(data, &self.files[tensor.file].gguf) || maps.is_shared_memory(data as usize)
         };
         let is_there = |tensor: &ModelTensor| {
             let mut instances = tensor.instances.iter();
