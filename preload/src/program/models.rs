@@ -323,9 +323,13 @@ impl Model {
             let instance = &self.tensors[tensor].instances[number];
             let read = |field| memory.word(instance.tensor.0 as usize + field);
             let original = instance.original.buffer;
+            // Instances can share a buffer of the drop-in, which one of them has.
             let is_private = |buffer| {
-                let private = instance.private.lock();
-                private.as_ref().is_some_and(|of| of.address() == buffer)
+                let mut instances = self.tensors[tensor].instances.iter();
+                instances.any(|of| {
+                    let private = of.private.lock();
+                    private.as_ref().is_some_and(|of| of.address() == buffer)
+                })
             };
             let ne = self.ne(tensor).iter().enumerate();
             let mut extents = ne.map(|(at, &n)| read(layout.ne + at * 8) == Some(n as usize));
