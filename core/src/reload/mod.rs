@@ -123,7 +123,8 @@ impl Engine {
                 .map(|file| (file.file, file.gguf.source.id()))
                 .collect();
             let activity = store.activity();
-            result = registry.apply(store, changed, &mut report);
+            let apply = |()| registry.apply(store, changed, &mut report);
+            result = store.check().and_then(apply);
             if let Err(error) = &result {
                 let activity = matches!(error, Error::Busy(_)).then_some(activity);
                 for (file, id) in attempted {

@@ -145,6 +145,12 @@ pub trait Store: Sync {
     /// Returns on how many threads tensors are read now, and at which priority.
     fn threads(&self) -> Threads;
 
+    /// Fails if the memory of the model is not that which was registered. Called before a reload reads or
+    /// writes it.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Returns whether the model still exists. Otherwise the reload ends early.
     fn is_wanted(&self) -> bool {
         true

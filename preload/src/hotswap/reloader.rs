@@ -380,7 +380,6 @@ fn exclusively(model: &Arc<Model>, work: impl FnOnce() -> Result<Report>) -> Res
     if barrier::is_shut() || !model.is_alive() {
         return Ok(Report::default());
     }
-    model.check().map_err(Error::Busy)?;
     let result = work();
     sched::free_remote();
     result

@@ -47,9 +47,9 @@ pub fn reload(model: &Arc<Model>, trigger: Trigger) -> Result<Report> {
 
 /// Returns all tensors of a model to their originals.
 pub fn revert(model: &Arc<Model>) -> Result<Report> {
-    model
-        .engine
-        .revert(&ProgramStore(model, WrittenInPlace::Hashed))
+    let store = ProgramStore(model, WrittenInPlace::Hashed);
+    store.check()?;
+    model.engine.revert(&store)
 }
 
 /// Reverts overlays of a model and sets others.
@@ -59,6 +59,7 @@ pub fn overlay(
     set: &[(usize, &OverlaySource)],
 ) -> Result<Report> {
     let store = ProgramStore(model, WrittenInPlace::Hashed);
+    store.check()?;
     model.engine.overlay(&store, revert, set)
 }
 
@@ -675,6 +676,10 @@ impl Store for ProgramStore<'_> {
             true => Threads::BESIDE_THE_PROGRAM,
             false => Threads::All,
         }
+    }
+
+    fn check(&self) -> Result<()> {
+        self.0.check().map_err(Error::Busy)
     }
 
     fn is_wanted(&self) -> bool {
