@@ -207,7 +207,7 @@ static void log_that_reloads(uint32_t level, const char * text, void * context) 
 }
 
 static void callbacks(const char * path) {
-    static char bytes[1 << 20];
+    static char bytes[1 << 28];
     FILE *      file = fopen(path, "rb");
     CHECK(file != NULL);
     size_t size = fread(bytes, 1, sizeof(bytes), file);

@@ -267,10 +267,11 @@ impl PostFetch {
     /// Copies an expert back from the device; `None` unless the expert is there and was acquired, and
     /// stays there meanwhile.
     pub fn download(&self, layer: u32, expert: u32) -> Option<Result<Vec<u8>, DeviceError>> {
+        let gpu = self.shared.gpu.as_ref()?;
         let slot = self.shared.plan.layer(layer)?.slot(expert)?;
         let before = self.shared.table.lock().lookup(slot).1.ok()?.id;
         let found = self.query(layer, expert);
-        let (gpu, weights) = (self.shared.gpu.as_ref()?, found.expert?);
+        let weights = found.expert?;
         if found.device_address == 0 {
             return None;
         }
