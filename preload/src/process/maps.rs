@@ -72,10 +72,7 @@ impl Maps {
     /// Returns the addresses around one to which a file is mapped in one piece, in the order of
     /// its bytes.
     pub fn around(&self, address: usize) -> Option<Range<usize>> {
-        let at = self
-            .0
-            .iter()
-            .position(|map| map.addresses.contains(&address))?;
+        let at = self.position(address)?;
         // The kernel splits a mapping where its access or advice changes.
         let continues = |at: usize| {
             let (a, b) = (&self.0[at - 1], &self.0[at]);
@@ -92,22 +89,31 @@ impl Maps {
         Some(self.0[first].addresses.start..self.0[last].addresses.end)
     }
 
+    /// Returns the position of the part that has an address. The kernel lists parts by address.
+    fn position(&self, address: usize) -> Option<usize> {
+        let after = self.0.partition_point(|map| map.addresses.start <= address);
+        let at = after.checked_sub(1)?;
+        self.0[at].addresses.contains(&address).then_some(at)
+    }
+
+    fn at(&self, address: usize) -> Option<&Map> {
+        self.position(address).map(|at| &self.0[at])
+    }
+
     /// Whether an address is in memory that can be executed.
     pub fn is_code(&self, address: usize) -> bool {
-        let map = self.0.iter().find(|map| map.addresses.contains(&address));
-        map.is_some_and(|map| map.is_code)
+        self.at(address).is_some_and(|map| map.is_code)
     }
 
     /// Whether an address is in shared memory without a file, as streamed experts are.
     pub fn is_shared_memory(&self, address: usize) -> bool {
-        let map = self.0.iter().find(|map| map.addresses.contains(&address));
+        let map = self.at(address);
         map.is_some_and(|map| map.path == b"/dev/zero (deleted)")
     }
 
     /// Whether bytes of a file from an offset on are mapped at an address, shared and for reading alone.
     pub fn has_plain(&self, address: usize, len: u64, offset: u64) -> bool {
-        let map = self.0.iter().find(|map| map.addresses.contains(&address));
-        map.is_some_and(|map| {
+        self.at(address).is_some_and(|map| {
             map.is_plain
                 && len <= (map.addresses.end - address) as u64
                 && (map.offset + address - map.addresses.start) as u64 == offset
@@ -117,12 +123,13 @@ impl Maps {
     /// Whether an address is in the mapping of a file. Some file systems show another
     /// device there than `stat` does, so the path is compared, too.
     pub fn is_of(&self, address: *mut c_void, file: &GgufFile) -> bool {
-        let contains = |map: &&Map| map.addresses.contains(&(address as usize));
-        self.0.iter().find(contains).is_some_and(|map| {
+        self.at(address as usize).is_some_and(|map| {
             let source = &file.source;
-            let same_path = std::fs::canonicalize(source.path())
-                .is_ok_and(|real| real.as_os_str().as_bytes() == map.path.as_slice());
-            map.inode == source.id().ino || same_path
+            let has_path = || {
+                std::fs::canonicalize(source.path())
+                    .is_ok_and(|real| real.as_os_str().as_bytes() == map.path.as_slice())
+            };
+            map.inode == source.id().ino || has_path()
         })
     }
 }
