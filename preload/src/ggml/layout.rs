@@ -8,6 +8,7 @@ use std::ffi::c_int;
 
 use super::sys::{Functions, FusedMakers};
 use super::types::{Context, InitParams, Tensor};
+use crate::process::memory::Memory;
 
 /// `GGML_MAX_NAME`.
 const NAME_BYTES: usize = 64;
@@ -111,6 +112,18 @@ impl TensorLayout {
     pub unsafe fn read<T: Copy>(&self, tensor: *const Tensor, offset: usize) -> T {
         // SAFETY: as the caller ensures.
         unsafe { tensor.byte_add(offset).cast::<T>().read_unaligned() }
+    }
+
+    /// Reads the address of the buffer and the extents of a tensor that may be gone; `None` if its memory is.
+    pub fn read_placed(&self, memory: &Memory, tensor: *const Tensor) -> Option<(usize, [u64; 4])> {
+        let end = (self.buffer + size_of::<usize>()).max(self.ne + size_of::<[u64; 4]>());
+        // Both are among the first fields.
+        let mut copy = [0usize; 32];
+        let copy = copy.get_mut(..end.div_ceil(size_of::<usize>()))?;
+        let is_there = memory.copy(tensor as usize, copy) == copy.len();
+        let copy = copy.as_ptr().cast();
+        // SAFETY: a copy of the start of a tensor, with both fields.
+        is_there.then(|| unsafe { (self.read(copy, self.buffer), self.read(copy, self.ne)) })
     }
 
     /// Writes a field.

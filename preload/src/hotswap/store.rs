@@ -17,6 +17,7 @@ use sidecar_core::reload::{
 
 use crate::ggml::{BufferType, Descriptor, Ggml, OwnBuffer, Tensor};
 use crate::hotswap::placement::{self, extents};
+use crate::process::memory::Memory;
 use crate::program::barrier::{MODEL_FREED, Replaced};
 use crate::program::groups::Bytes;
 use crate::program::models::{Instance, Model};
@@ -770,6 +771,7 @@ impl Store for ProgramStore<'_> {
         let in_place = outcomes.any(|outcome| outcome == Outcome::InPlace);
         let next = Arc::new(Mutex::new(staged.next));
         let replaced = next.clone();
+        let memory = Memory::open();
         let switched = barrier::switch(
             Replaced {
                 models: self.0.as_set(),
@@ -784,7 +786,8 @@ impl Store for ProgramStore<'_> {
                     return Err(REFUSED_MEANWHILE);
                 }
                 let mut next = next.lock();
-                model.check_tensors(next.iter().map(|next| (next.tensor, next.instance)))?;
+                let instances = next.iter().map(|next| (next.tensor, next.instance));
+                model.check_tensors(memory.as_ref(), instances)?;
                 own_cache::check(&model, next.iter().map(|next| (next.tensor, next.to.ty)))?;
                 for next in next.iter_mut() {
                     let instance = &model.tensors[next.tensor].instances[next.instance];

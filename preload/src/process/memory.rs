@@ -1,31 +1,30 @@
 //! Memory of this process that may be gone: reading it through the kernel fails, where a load instruction would end the
 //! process.
 
-use std::fs::{File, OpenOptions};
+use std::fs::OpenOptions;
 use std::os::fd::AsRawFd;
 
-use sidecar_core::descriptors;
+use sidecar_core::descriptors::{self, Kept};
 
 /// The memory of this process.
-pub struct Memory(File);
+pub struct Memory(Kept);
 
 impl Memory {
     /// Opens it; `None` where the kernel refuses that.
     pub fn open() -> Option<Memory> {
-        descriptors::open(OpenOptions::new().read(true), "/proc/self/mem")
-            .ok()
-            .map(Memory)
+        let opened = descriptors::open(OpenOptions::new().read(true), "/proc/self/mem");
+        opened.and_then(Kept::new).ok().map(Memory)
     }
 
     /// Copies as many words as can be read; returns their number.
     pub fn copy(&self, address: usize, words: &mut [usize]) -> usize {
-        let Ok(offset) = libc::off_t::try_from(address) else {
+        let (Ok(file), Ok(offset)) = (self.0.get(), libc::off_t::try_from(address)) else {
             return 0;
         };
         let bytes = size_of_val(words);
         // SAFETY: the kernel writes at most the size of `words`, or fails.
         let read =
-            unsafe { libc::pread(self.0.as_raw_fd(), words.as_mut_ptr().cast(), bytes, offset) };
+            unsafe { libc::pread(file.as_raw_fd(), words.as_mut_ptr().cast(), bytes, offset) };
         read.max(0) as usize / size_of::<usize>()
     }
 

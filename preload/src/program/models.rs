@@ -307,38 +307,42 @@ impl Model {
             instances.map(move |instance| (tensor, instance))
         });
         match self.tensors.iter().all(is_there) {
-            true => self.check_tensors(all),
+            true => self.check_tensors(Memory::open().as_ref(), all),
             false => self.is_lost(),
         }
     }
 
-    /// The same for some of its tensors and their buffers: an index of a tensor and of an instance.
+    /// The same for some of its tensors and their buffers: an index of a tensor and of an instance. Makes a system call a
+    /// tensor, and one a buffer.
     pub fn check_tensors(
         &self,
+        memory: Option<&Memory>,
         mut instances: impl Iterator<Item = (usize, usize)>,
     ) -> Result<(), &'static str> {
         let (ggml, layout) = (self.ggml, &self.ggml.layout);
-        let memory = Memory::open();
-        let is_same = |memory: &Memory, (tensor, number): (usize, usize)| {
+        let mut watched = std::ptr::null_mut();
+        let mut is_same = |memory: &Memory, (tensor, number): (usize, usize)| {
             let instance = &self.tensors[tensor].instances[number];
-            let read = |field| memory.word(instance.tensor.0 as usize + field);
-            let original = instance.original.buffer;
+            let Some((buffer, extents)) = layout.read_placed(memory, instance.tensor.0) else {
+                return false;
+            };
             // Instances can share a buffer of the drop-in, which one of them has.
-            let is_private = |buffer| {
+            let is_private = || {
                 let mut instances = self.tensors[tensor].instances.iter();
                 instances.any(|of| {
                     let private = of.private.lock();
                     private.as_ref().is_some_and(|of| of.address() == buffer)
                 })
             };
-            let ne = self.ne(tensor).iter().enumerate();
-            let mut extents = ne.map(|(at, &n)| read(layout.ne + at * 8) == Some(n as usize));
-            read(layout.buffer)
-                .is_some_and(|buffer| buffer == original as usize || is_private(buffer))
-                && extents.all(|same| same)
-                && (!self.is_watched || ggml.is_watched(memory, original))
+            let original = instance.original.buffer;
+            let is_watched = !self.is_watched
+                || original == std::mem::replace(&mut watched, original)
+                || ggml.is_watched(memory, original);
+            (buffer == original as usize || is_private())
+                && extents == *self.ne(tensor)
+                && is_watched
         };
-        match memory.is_some_and(|memory| instances.all(|of| is_same(&memory, of))) {
+        match memory.is_some_and(|memory| instances.all(|of| is_same(memory, of))) {
             true => Ok(()),
             false => self.is_lost(),
         }
