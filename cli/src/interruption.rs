@@ -104,16 +104,24 @@ pub fn adopt() -> Result<()> {
 
 /// Ends the processes that programs have left. This process has waited for the programs themselves.
 pub fn end_left() {
+    end_children(true);
+}
+
+/// Ends all children, if those of others are adopted. `reaps` also waits for them, which no other thread may do then.
+fn end_children(reaps: bool) {
     let since = Instant::now();
     while ADOPTS.load(Ordering::SeqCst) && since.elapsed() < LAST_WAIT {
-        let left = children();
-        if left.is_empty() {
-            return;
-        }
-        for (process, _) in left {
+        let left = children().into_iter();
+        let left = left.filter(|(_, has_ended)| reaps || !has_ended);
+        let ended = left.map(|(process, _)| {
             // Its own children have another parent then: this process.
             let _ = kill_process(process, Signal::KILL);
-            let _ = waitpid(Some(process), WaitOptions::NOHANG);
+            if reaps {
+                let _ = waitpid(Some(process), WaitOptions::NOHANG);
+            }
+        });
+        if ended.count() == 0 {
+            return;
         }
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -176,16 +184,8 @@ pub fn signal() -> Option<i32> {
 pub fn end_now(signal: i32) {
     let owned = owned();
     owned.end_process();
-    let since = Instant::now();
-    while ADOPTS.load(Ordering::SeqCst) && since.elapsed() < LAST_WAIT {
-        // Another thread may wait for a child.
-        let left = children().into_iter().filter(|(_, has_ended)| !has_ended);
-        let ended = left.map(|(process, _)| kill_process(process, Signal::KILL));
-        if ended.count() == 0 {
-            break;
-        }
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    // Another thread may wait for a child.
+    end_children(false);
     for path in &owned.paths {
         // Most are gone already.
         let _ = fs::remove_file(path).or_else(|_| fs::remove_dir_all(path));
