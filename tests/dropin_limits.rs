@@ -2,6 +2,7 @@
 //! with the drop-in, they end as without it, with the same results.
 
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -22,6 +23,15 @@ const OUTPUTS: [(&str, &str); 7] = [
     ("LLAMA_EXPERT_TRACE_SALIENCY", "saliency.json"),
     ("LLAMA_SIDECAR_LOGITS_HASHES", "hashes"),
 ];
+
+/// The variables of outputs in files, of a folder.
+fn outputs_in(folder: &Path) -> Vec<(&'static str, &'static str)> {
+    let path = |name: &str| folder.join(name).to_str().expect("UTF-8").to_owned();
+    let files = OUTPUTS[3..].iter();
+    files
+        .map(|(variable, name)| (*variable, &*path(name).leak()))
+        .collect()
+}
 
 /// Streaming with less memory than the experts of the model have.
 const STREAM: [(&str, &str); 2] = [
@@ -169,16 +179,7 @@ fn no_descriptor_has_the_number_of_a_standard_one() {
     let [_, _, error] = standard(&without);
     for more in [&[][..], &STREAM[..]] {
         let folder = tempfile::tempdir().expect("a folder");
-        let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
-        let paths: Vec<_> = OUTPUTS[3..]
-            .iter()
-            .map(|(name, file)| (*name, path(file)))
-            .collect();
-        let mut variables: Vec<_> = paths
-            .iter()
-            .map(|(name, path)| (*name, path.as_str()))
-            .collect();
-        variables.extend(more);
+        let variables = [&outputs_in(folder.path()), more].concat();
         let mut host = host(&variables, no_standard_error);
         assert_eq!(hash(&host.ask(EVALUATE)), expected);
         assert_eq!(control(host.socket(), "status")["ok"], true);
@@ -196,7 +197,6 @@ fn no_descriptor_has_the_number_of_a_standard_one() {
 fn descriptors_that_the_program_closes_are_used_no_more() {
     let folder = tempfile::tempdir().expect("a folder");
     let other = folder.path().join("other");
-    let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
     let results = |variables: &[(&'static str, &str)]| {
         let mut host = host(variables, nothing);
         let first = hash(&host.ask(EVALUATE));
@@ -206,18 +206,8 @@ fn descriptors_that_the_program_closes_are_used_no_more() {
         (first, later)
     };
     let expected = results(&[]);
-    let paths: Vec<_> = OUTPUTS[3..]
-        .iter()
-        .map(|(name, file)| (*name, path(file)))
-        .collect();
-    let mut variables: Vec<_> = paths
-        .iter()
-        .map(|(name, path)| (*name, path.as_str()))
-        .collect();
-    assert_eq!(results(&variables), expected);
-    variables.truncate(0);
-    variables.extend(STREAM);
-    assert_eq!(results(&variables), expected);
+    assert_eq!(results(&outputs_in(folder.path())), expected);
+    assert_eq!(results(&STREAM), expected);
     let written = std::fs::read_to_string(&other).expect("a file");
     assert_eq!(written, "", "the file of the program");
 }
