@@ -2,6 +2,7 @@
 
 use std::fs::Permissions;
 use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
@@ -53,7 +54,10 @@ fn threads_are_chosen_and_measurements_are_kept() {
     let model = fixture("small-moe.gguf");
     let mut first = plan(folder.path());
     server(&mut first, &model);
-    let (text, log, status) = ended(&mut first);
+    // The port of a server that runs: a plan is made beside it.
+    let used = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = used.local_addr().expect("a port").port().to_string();
+    let (text, log, status) = ended(first.args(["--port", &port]));
     assert!(status.success(), "{text}{log}");
     for part in [
         "with 8 experts (2 for a token)",

@@ -26,7 +26,8 @@ use crate::launch::kept::{self, Kept};
 use crate::launch::run::{Prepared, RunOptions};
 use crate::launch::session::Session;
 use crate::output::{self, progress};
-use crate::trial::{self, Program};
+use crate::trial::server::listen_elsewhere;
+use crate::trial::{self, Kind, Program};
 
 /// The list of measurements.
 const KEPT: Kept = Kept { name: "measured" };
@@ -34,6 +35,9 @@ const KEPT: Kept = Kept { name: "measured" };
 const DISTURBED: f64 = 0.15;
 /// The longest time of a measurement.
 const LONGEST: Duration = Duration::from_secs(900);
+/// The longest time until a program opens a model that its command does not name. llama-server without a
+/// model waits for requests.
+const LONGEST_START: Duration = Duration::from_secs(30);
 /// Rows of a matrix of an expert that a thread takes at a time, with a single token
 /// (`ggml_compute_forward_mul_mat_id`).
 const ROWS: u64 = 64;
@@ -94,7 +98,8 @@ pub fn measure(
         });
     }
     let since = Since::now();
-    let (measured, _) = run(of, &program, &wanted)?;
+    let late = || format!("the measurement did not end after {} s", LONGEST.as_secs());
+    let (measured, _) = run(of, &program, &wanted, LONGEST, late)?;
     let share = since.and_then(|since| since.share());
     let disturbed = share.filter(|share| *share > DISTURBED);
     entries.retain(|of| !is_same(of));
@@ -126,7 +131,14 @@ pub fn model_of(of: &Program) -> Result<PathBuf> {
         works: Vec::new(),
         threads: Vec::new(),
     };
-    let (_, events) = run(of, &Executable::find(&of.words[0])?, &nothing)?;
+    let late = || {
+        format!(
+            "the command names no model, and the program opened none in {} s: pass -m MODEL.gguf",
+            LONGEST_START.as_secs()
+        )
+    };
+    let program = Executable::find(&of.words[0])?;
+    let (_, events) = run(of, &program, &nothing, LONGEST_START, late)?;
     let path = events.iter().find_map(|event| match event {
         Event::Opened { path } => Some(text::path_of(path)),
         _ => None,
@@ -135,14 +147,24 @@ pub fn model_of(of: &Program) -> Result<PathBuf> {
 }
 
 /// Starts the program with the drop-in, which measures in place of loading the model.
-fn run(of: &Program, program: &Executable, wanted: &Measure) -> Result<(Measured, Events)> {
+fn run(
+    of: &Program,
+    program: &Executable,
+    wanted: &Measure,
+    longest: Duration,
+    late: impl FnOnce() -> String,
+) -> Result<(Measured, Events)> {
     let folder = tempfile::Builder::new()
         .prefix("llama-sidecar-")
         .tempdir()?;
     let request = folder.path().join("measure.json");
     output::write_text(&request, &serde_json::to_string(wanted)?)?;
     let set = format!("LLAMA_SIDECAR_MEASURE={}", request.display());
-    let prepared = Prepared::new(&RunOptions::with(&["--set".into(), set], &of.words)?)?;
+    let mut words = of.words.clone();
+    if of.kind == Kind::Server {
+        listen_elsewhere(&mut words)?;
+    }
+    let prepared = Prepared::new(&RunOptions::with(&["--set".into(), set], &words)?)?;
     if let Some(obstacle) = prepared.obstacle(program) {
         bail!("{obstacle}");
     }
@@ -155,8 +177,7 @@ fn run(of: &Program, program: &Executable, wanted: &Measure) -> Result<(Measured
         .stderr(log.try_clone()?);
     let mut session = Session::start(&mut command)
         .with_context(|| format!("cannot run {}", program.path.display()))?;
-    let late = || format!("the measurement did not end after {} s", LONGEST.as_secs());
-    let ended = of.wait_until(&mut session, Instant::now() + LONGEST, late, || false)?;
+    let ended = of.wait_until(&mut session, Instant::now() + longest, late, || false)?;
     let status = ended.expect("nothing else is waited for");
     let events = journal.read();
     let found = events.iter().find_map(|event| match event {

@@ -157,11 +157,7 @@ impl Program {
         let mut words = self.words.clone();
         let mut port = None;
         match self.kind {
-            // The last option counts.
-            Kind::Server => {
-                let free = port.insert(server::free_port()?).to_string();
-                words.extend(["--host", "127.0.0.1", "--port", &free].map(OsString::from));
-            }
+            Kind::Server => port = Some(server::listen_elsewhere(&mut words)?),
             Kind::Bench => words.extend(["-o", "json"].map(OsString::from)),
             Kind::Other => {}
         }

@@ -1,5 +1,6 @@
 //! Requests to a llama-server that was started for them.
 
+use std::ffi::OsString;
 use std::net::TcpListener;
 use std::time::Duration;
 
@@ -23,9 +24,13 @@ pub struct Client {
     key: Option<String>,
 }
 
-/// Returns a port that is free now.
-pub fn free_port() -> Result<u16> {
-    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+/// Adds the options of llama-server for a port that is free now, and returns it. The last use of an option
+/// counts: the port of the command may be that of a server in use.
+pub fn listen_elsewhere(words: &mut Vec<OsString>) -> Result<u16> {
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let free = port.to_string();
+    words.extend(["--host", "127.0.0.1", "--port", &free].map(OsString::from));
+    Ok(port)
 }
 
 impl Client {
