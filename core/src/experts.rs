@@ -471,6 +471,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[cfg_attr(miri, ignore = "miri has no O_NONBLOCK for files")]
     fn a_file_has_one_number_of_used_experts_or_one_for_each_layer() {
         use testkit::writer::{Gguf, Kv};
         let routing = |used| {
