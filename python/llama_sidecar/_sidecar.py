@@ -125,7 +125,8 @@ class Sidecar:
             raise Unreachable(text) from error
         if not line.endswith(b"\n"):
             raise Unreachable(f"the program at {self.socket} ended before it answered")
-        return _read(_object, line)
+        reply: Reply = _read(_object, line)
+        return reply
 
     def ping(self) -> None:
         """Checks that a program answers."""
