@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -390,7 +391,7 @@ fn an_interruption_leaves_a_report_and_no_process() {
     unsafe { libc::kill(child.id() as libc::pid_t, libc::SIGINT) };
     let rest: Vec<String> = lines.collect();
     let status = child.wait().expect("a child");
-    assert_eq!(status.code(), Some(1), "{rest:?}");
+    assert_eq!(status.signal(), Some(libc::SIGINT), "{rest:?}");
     let report: Value =
         serde_json::from_str(&std::fs::read_to_string(&output).expect("a report")).expect("JSON");
     assert_eq!(report["stopped"], "interrupted");

@@ -591,7 +591,8 @@ fn experts_and_types_are_chosen_together() {
     assert!(tensors(&folder.path().join("smaller.gguf")) != tensors(&pruned));
     let page = fs::read_to_string(work.join("report.html")).expect("a page");
     assert!(
-        page.contains("Fewer experts") && page.contains("without the experts of the list 'spare'")
+        page.contains("Fewer experts")
+            && page.contains("without the experts of the list &#39;spare&#39;")
     );
     for (list, reason) in [
         (
