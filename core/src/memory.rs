@@ -10,6 +10,22 @@ use crate::descriptors::read_to_string;
 /// Bytes of address space that were taken.
 static TAKEN: AtomicU64 = AtomicU64::new(0);
 
+/// Returns zeros, as many as a file or a tensor has bytes: where there is no memory for them, an error, and no
+/// end of the process.
+///
+/// # Errors
+///
+/// Fails with [`io::ErrorKind::OutOfMemory`].
+pub fn zeroed(len: usize) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(len).map_err(|_| {
+        let text = format!("no memory for {len} bytes");
+        io::Error::new(io::ErrorKind::OutOfMemory, text)
+    })?;
+    bytes.resize(len, 0);
+    Ok(bytes)
+}
+
 /// Returns how much of the free memory new buffers may use: all but one sixteenth, and all but at
 /// least 64 MiB.
 pub fn usable(free: u64) -> u64 {
@@ -65,8 +81,22 @@ pub fn take_address_space(bytes: u64) -> io::Result<Taken> {
 }
 
 /// Takes the address space of a thread: its stack, and what malloc reserves for it (`HEAP_MAX_SIZE` of glibc).
+///
+/// # Errors
+///
+/// Fails if less is left, and where malloc has nothing left: the C library ends a process in which a thread
+/// cannot register the destructors of its variables.
 pub fn take_for_thread() -> io::Result<Taken> {
-    take_address_space((2 << 20) + (64 << 20))
+    // SAFETY: memory of malloc, which is not used and given back.
+    let has_memory = unsafe {
+        let memory = std::hint::black_box(libc::malloc(64 << 10));
+        libc::free(memory);
+        !memory.is_null()
+    };
+    match has_memory {
+        true => take_address_space((2 << 20) + (64 << 20)),
+        false => Err(io::ErrorKind::OutOfMemory.into()),
+    }
 }
 
 /// Returns the bytes of address space that this process can still map; `None` without a limit.

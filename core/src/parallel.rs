@@ -2,6 +2,7 @@
 
 use parking_lot::{Condvar, Mutex};
 
+use crate::memory::take_for_thread;
 use crate::priority::lower_priority;
 use crate::signals::without_signals;
 
@@ -147,6 +148,11 @@ fn for_each_on<T: Send>(
         // Fewer threads do the work if one cannot be started.
         let helpers: Vec<_> = (0..helpers)
             .filter_map(|_| {
+                let taken = take_for_thread().ok()?;
+                let help = move || {
+                    let _taken = taken;
+                    help();
+                };
                 let builder = std::thread::Builder::new().name("llama-sidecar-h".into());
                 without_signals(|| builder.spawn_scoped(scope, help)).ok()
             })

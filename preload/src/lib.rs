@@ -45,3 +45,6 @@ mod program;
 mod rounds;
 mod streaming;
 mod trace;
+
+#[global_allocator]
+static ALLOCATOR: process::reserve::Reserved = process::reserve::Reserved;

@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use sidecar_core::config::{Config, Variable};
 use sidecar_core::descriptors::Kept;
 use sidecar_core::files;
+use sidecar_core::memory;
 use sidecar_core::protocol::NoEffect;
 use sidecar_core::reload::hash_bytes;
 
@@ -80,7 +81,10 @@ pub unsafe fn note_output(ggml: &Ggml, graph: *mut Graph) {
         let Some(output) = last.into_iter().find(named) else {
             return;
         };
-        let mut bytes = vec![0u8; (f.ggml_nbytes)(output)];
+        let mut bytes = match memory::zeroed((f.ggml_nbytes)(output)) {
+            Ok(bytes) => bytes,
+            Err(error) => return note(&error),
+        };
         (f.ggml_backend_tensor_get)(output, bytes.as_mut_ptr().cast(), 0, bytes.len());
         let ne: [i64; 4] = ggml.layout.read(output, ggml.layout.ne);
         (ne[1], hash_bytes(&bytes))

@@ -13,6 +13,7 @@ use super::error::{FormatError, ParseError};
 use super::header::Header;
 use super::value::{KeyValue, Strings, Value};
 use crate::descriptors::{self, Kept};
+use crate::memory;
 
 /// How the bytes of a file are accessed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -364,7 +365,7 @@ impl GgufFile {
         let decode = |bytes| Value::decode(key.ty, bytes).ok_or_else(changed);
         match key.ty.fixed_size() {
             Some(size) => {
-                let mut bytes = vec![0; ((to - from) * size) as usize];
+                let mut bytes = memory::zeroed(((to - from) * size) as usize)?;
                 self.source.read_at(&mut bytes, key.offset + from * size)?;
                 bytes.chunks_exact(size as usize).map(decode).collect()
             }
@@ -413,7 +414,7 @@ impl GgufFile {
     /// Reads the bytes of a value. They are not borrowed from the mapping, so that a file that was
     /// truncated after opening gives an error.
     fn value_bytes(&self, key: &KeyValue) -> io::Result<Vec<u8>> {
-        let mut bytes = vec![0; key.len as usize];
+        let mut bytes = memory::zeroed(key.len as usize)?;
         self.source.read_at(&mut bytes, key.offset)?;
         Ok(bytes)
     }

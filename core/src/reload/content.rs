@@ -13,6 +13,7 @@ use super::hash::Hash;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::gguf::{GgufFile, ScaleClass, ScaleFormat, Source, TensorInfo, TypeInfo};
+use crate::memory;
 
 /// Bytes read at a time, before rounding to whole blocks: fits the second-level cache.
 const CHUNK: u64 = 256 << 10;
@@ -116,7 +117,7 @@ pub fn check_tensor(
 pub fn of_tensor(source: &Source, info: &TensorInfo) -> io::Result<Content> {
     let block = info.ty.bytes;
     let chunk = (CHUNK / block).max(1) * block;
-    let mut buffer = vec![0; chunk.min(info.nbytes) as usize];
+    let mut buffer = memory::zeroed(chunk.min(info.nbytes) as usize)?;
     let mut hasher = Xxh3::new();
     let mut scan = Scan::new(info.ty, info.ne[0]);
     let mut at = 0;

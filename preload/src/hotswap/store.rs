@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use sidecar_core::error::DeviceError;
 use sidecar_core::error::{Error, Result};
 use sidecar_core::gguf::{FileId, TypeInfo};
-use sidecar_core::memory::usable;
+use sidecar_core::memory::{self, usable};
 use sidecar_core::parallel::Threads;
 use sidecar_core::reload::{
     Change, Commit, Content, Defects, Effect, Hash, Need, NewData, OnOutOfMemory, Outcome,
@@ -202,7 +202,7 @@ impl ProgramStore<'_> {
                 return None;
             }
             let len = (f.ggml_nbytes)(instance.tensor.0);
-            let mut bytes = vec![0u8; len];
+            let mut bytes = memory::zeroed(len).ok()?;
             (f.ggml_backend_tensor_get)(instance.tensor.0, bytes.as_mut_ptr().cast(), 0, len);
             Some(hash_bytes(&bytes))
         }
@@ -479,8 +479,7 @@ impl<'a> New<'a> {
             Some(new_data) => write_tensor(ggml, new_data, buffer, tensor, bytes),
             None => {
                 let from = descriptor_of(ggml, instance, self.kind);
-                copy_tensor(ggml, instance, &from, tensor);
-                Ok(())
+                copy_tensor(ggml, instance, &from, tensor)
             }
         }
     }
@@ -497,7 +496,12 @@ fn descriptor_of(ggml: &Ggml, instance: &Instance, kind: Bytes) -> Descriptor {
 }
 
 /// Copies the bytes of an instance to a new tensor of the same type and shape.
-fn copy_tensor(ggml: &'static Ggml, instance: &Instance, from: &Descriptor, to: *mut Tensor) {
+fn copy_tensor(
+    ggml: &'static Ggml,
+    instance: &Instance,
+    from: &Descriptor,
+    to: *mut Tensor,
+) -> std::io::Result<()> {
     // SAFETY: the model is alive while it is reloaded, so its tensor and both of its buffers are; the
     // new tensor is not shared.
     unsafe {
@@ -505,10 +509,11 @@ fn copy_tensor(ggml: &'static Ggml, instance: &Instance, from: &Descriptor, to: 
         let source = source.tensor();
         ggml.describe(source, from);
         let len = (ggml.f.ggml_nbytes)(source);
-        let mut bytes = vec![0u8; len];
+        let mut bytes = memory::zeroed(len)?;
         (ggml.f.ggml_backend_tensor_get)(source, bytes.as_mut_ptr().cast(), 0, len);
         (ggml.f.ggml_backend_tensor_set)(to, bytes.as_ptr().cast(), 0, len);
     }
+    Ok(())
 }
 
 /// Writes the bytes of a file to a new tensor: directly where the tensor is in memory of the
@@ -534,7 +539,7 @@ fn write_tensor(
             return new_data.source.read_at(data, new_data.offset);
         }
         if bytes.is_empty() {
-            bytes.resize(len, 0);
+            *bytes = memory::zeroed(len)?;
             new_data.source.read_at(bytes, new_data.offset)?;
         }
         let from: *const c_void = bytes.as_ptr().cast();

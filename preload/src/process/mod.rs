@@ -6,12 +6,14 @@
 //! | [`thread`] | threads of the drop-in |
 //! | [`maps`] | files that are mapped into the process |
 //! | [`memory`] | memory of the process that may be gone |
+//! | [`reserve`] | memory where malloc has none left |
 //! | [`unwind`] | the unwinder of libgcc_s, loaded on demand |
 //! | [`journal`] | events for `llama-sidecar run` and `doctor` |
 
 pub mod journal;
 pub mod maps;
 pub mod memory;
+pub mod reserve;
 pub mod signals;
 pub mod thread;
 pub mod unwind;

@@ -8,6 +8,7 @@
 //! The last layer of a prompt computes only the tokens whose output is requested. Their positions
 //! are the operand of the rows that the graph takes there.
 
+use std::collections::TryReserveError;
 use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -198,13 +199,18 @@ pub fn mark(text: &str) -> Result<(), String> {
 }
 
 impl Pending {
+    /// Reserves a queue, where memory is short a smaller one: rows for which it has no space are counted.
     fn reserved(weights: bool) -> Pending {
-        Pending {
-            items: Vec::with_capacity(QUEUE_ITEMS),
-            experts: Vec::with_capacity(QUEUE_IDS),
-            weights: Vec::with_capacity(if weights { QUEUE_IDS } else { 0 }),
-            dropped: 0,
-        }
+        let reserve = |part: usize| {
+            let mut queue = Pending::default();
+            queue.items.try_reserve_exact(QUEUE_ITEMS / part)?;
+            queue.experts.try_reserve_exact(QUEUE_IDS / part)?;
+            let weights = if weights { QUEUE_IDS / part } else { 0 };
+            queue.weights.try_reserve_exact(weights)?;
+            Ok::<_, TryReserveError>(queue)
+        };
+        let mut queues = [1, 8, 64].into_iter().filter_map(|part| reserve(part).ok());
+        queues.next().unwrap_or_default()
     }
 
     fn has_space(&self, ids: usize) -> bool {
