@@ -69,6 +69,11 @@ impl Maps {
         Maps(text.split(|&byte| byte == b'\n').filter_map(line).collect())
     }
 
+    /// Whether it could not be read: each process has mapped files.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
     /// Returns the addresses around one to which a file is mapped in one piece, in the order of
     /// its bytes.
     pub fn around(&self, address: usize) -> Option<Range<usize>> {

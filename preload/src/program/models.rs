@@ -175,6 +175,9 @@ type Index = HashMap<usize, (Arc<Model>, usize, usize)>;
 /// Why nothing is swapped in a model.
 const LOST: &str = "its memory is not that which the program loaded: the program freed it by a call that the drop-in does not see; report it with the version of the program";
 
+/// Why nothing is swapped now.
+const UNCHECKED: &str = "whether the program still has the memory that it loaded is not known: /proc/self/maps or /proc/self/mem cannot be read; mount /proc, or raise the limit of open files (ulimit -n)";
+
 /// The models that the program has loaded.
 struct Registered {
     models: RwLock<Vec<Arc<Model>>>,
@@ -293,6 +296,9 @@ impl Model {
     /// files are not those that were registered, because a call that freed them did not arrive.
     pub fn check(&self) -> Result<(), &'static str> {
         let maps = Maps::read();
+        if maps.is_empty() {
+            return Err(UNCHECKED);
+        }
         // Streaming places memory of its own over the mapping.
         let is_mapped = |tensor: &ModelTensor, instance: &Instance| {
             let data = instance.original.data;
@@ -342,7 +348,10 @@ impl Model {
                 && extents == *self.ne(tensor)
                 && is_watched
         };
-        match memory.is_some_and(|memory| instances.all(|of| is_same(memory, of))) {
+        let Some(memory) = memory else {
+            return Err(UNCHECKED);
+        };
+        match instances.all(|of| is_same(memory, of)) {
             true => Ok(()),
             false => self.is_lost(),
         }
