@@ -8,7 +8,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex};
@@ -378,6 +378,17 @@ impl Host {
         drop_in: &DropIn,
         set: impl FnOnce(&mut Command),
     ) -> Host {
+        let started = Host::start_or_end(program, model, drop_in, set);
+        started.unwrap_or_else(|log| panic!("the host is not ready:\n{log}"))
+    }
+
+    /// The same; the log of a host that ends before it has loaded its model.
+    pub fn start_or_end(
+        program: Program,
+        model: &Path,
+        drop_in: &DropIn,
+        set: impl FnOnce(&mut Command),
+    ) -> Result<Host, String> {
         let folder = tempfile::tempdir().expect("a folder");
         let socket = folder.path().join("socket");
         let mut command = program.command(model);
@@ -404,7 +415,7 @@ impl Host {
                 kept.lock().expect("no panic").push(line);
             }
         });
-        let mut host = Host {
+        let host = Host {
             input: child.stdin.take(),
             child,
             output,
@@ -412,9 +423,10 @@ impl Host {
             socket,
             _folder: folder,
         };
-        let ready = host.line();
-        assert_eq!(ready, "ready", "{}", host.log().join("\n"));
-        host
+        match host.output.recv_timeout(PATIENCE) {
+            Ok(ready) if ready == "ready" => Ok(host),
+            _ => Err(host.log().join("\n")),
+        }
     }
 
     /// Its process id.
@@ -456,6 +468,11 @@ impl Host {
             Err(RecvTimeoutError::Timeout) => panic!("the host does not answer '{command}'"),
             answer => answer.ok(),
         }
+    }
+
+    /// Whether it has not ended.
+    pub fn is_alive(&mut self) -> bool {
+        self.child.try_wait().expect("a child").is_none()
     }
 
     /// Everything it wrote to standard error.
@@ -548,13 +565,18 @@ impl Host {
     }
 
     /// Ends it and returns its exit code.
-    pub fn end(mut self) -> Option<i32> {
-        self.tell("end");
-        self.input = None;
+    pub fn end(self) -> Option<i32> {
+        self.status().code()
+    }
+
+    /// Ends it, unless it has ended, and returns how it ended.
+    pub fn status(mut self) -> ExitStatus {
+        let input = self.input.take();
+        let _ = writeln!(input.expect("not ended"), "end");
         let deadline = Instant::now() + Duration::from_secs(30);
         while Instant::now() < deadline {
             if let Some(status) = self.child.try_wait().expect("a child") {
-                return status.code();
+                return status;
             }
             std::thread::sleep(Duration::from_millis(10));
         }

@@ -173,6 +173,9 @@ struct Check {
     /// Reloads and the drop-in with ThreadSanitizer
     #[arg(long)]
     tsan: bool,
+    /// Events beside the drop-in: signals, limits, denied calls, files that go
+    #[arg(long)]
+    chaos: bool,
     /// The long form of the property, fault and swap tests, and ten minutes of fuzzing
     #[arg(long)]
     long: bool,
@@ -267,7 +270,7 @@ impl Check {
             return soak::run(minutes);
         }
         type Run = fn() -> Result<()>;
-        let checks: [(bool, Run); 13] = [
+        let checks: [(bool, Run); 14] = [
             (self.abi, abi::check),
             (self.package, packaging::check),
             (self.dist, clean_root::check),
@@ -280,6 +283,7 @@ impl Check {
             (self.valgrind, sanitize::valgrind),
             (self.miri, sanitize::miri),
             (self.tsan, tsan::check),
+            (self.chaos, suite::chaos),
             (self.long, suite::long),
         ];
         for (chosen, check) in checks {

@@ -95,6 +95,10 @@ const CHECKS: &[Check] = &[
         "drop-in with limits and closed descriptors",
         "dropin_limits",
     ),
+    Check::programs(
+        "drop-in while something happens to its program",
+        "dropin_chaos",
+    ),
     Check::programs("drop-in with bad files, revert and metrics", "dropin_files"),
     Check::programs("drop-in with overlays", "dropin_overlays"),
     Check::programs("reloads of files with one change", "dropin_fresh_start"),
@@ -349,6 +353,13 @@ pub fn long() -> Result<()> {
     run(serial_tests("dropin_fresh_start", &[]).env(LONG.0, LONG.1))?;
     run(serial_tests("dropin", &["many_swaps"]).env("SWAPS", "400"))?;
     sanitize::fuzz(FUZZ_MINUTES)
+}
+
+/// Lets each event happen to programs with each capability, at three moments.
+pub fn chaos() -> Result<()> {
+    fixtures::make()?;
+    hosts()?;
+    run(serial_tests("dropin_chaos", &[]).env("SIDECAR_LONG_TESTS", "1"))
 }
 
 /// User and system time of all programs that were started and have ended, in seconds.
