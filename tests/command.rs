@@ -20,7 +20,7 @@ use serde_json::{Value, json};
 use sidecar_core::experts::Routing;
 use sidecar_core::gguf::{Access, GgufFile};
 use testkit::fixtures::{fixture, upstream_libraries};
-use testkit::host::{DropIn, Host, Program};
+use testkit::host::{DropIn, Host, Program, built, plain_command};
 use testkit::sim_ggml::SimGgml;
 
 #[test]
@@ -1365,4 +1365,28 @@ fn a_reader_that_closes_its_end_is_no_failure() {
         assert!(output.status.success() && errors.is_empty(), "{errors}");
     }
     assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn a_fault_is_named_at_the_next_start_until_the_program_lives() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let lives = folder.path().join("lives");
+    let script = format!("test -e {} || kill -ABRT $$", lives.display());
+    let run = |flags: &[&str], script: &str| {
+        let mut command = plain_command(built("release/llama-sidecar"));
+        command
+            .arg("run")
+            .args(flags)
+            .args(["--", "sh", "-c", script]);
+        let output = command.env("XDG_DATA_HOME", folder.path()).output();
+        let log = output.expect("it starts").stderr;
+        String::from_utf8_lossy(&log).contains("this program ended by SIGABRT")
+    };
+    assert!(!run(&["--hotswap"], &script), "the first start");
+    assert!(run(&["--hotswap"], &script), "the second one");
+    assert!(!run(&["--none"], &script), "without the drop-in");
+    assert!(!run(&["--hotswap"], "exit 0"), "another command");
+    std::fs::write(&lives, "").expect("free space");
+    assert!(run(&["--hotswap"], &script), "before it has lived");
+    assert!(!run(&["--hotswap"], &script), "it has lived");
 }

@@ -6,6 +6,7 @@
 //! | [`run`] | a program with the drop-in, and a summary at its end |
 //! | [`hooks`] | reachable hooks |
 //! | [`proof`] | a trial of the drop-in before a program starts |
+//! | [`crashes`] | programs that a fault ended while the drop-in was in them |
 //! | [`journal`] | events of the drop-in |
 //! | [`gains`] | what comparisons have shown to make programs faster |
 //! | [`kept`] | lists that are kept for the user |
@@ -15,6 +16,7 @@
 //! | [`executable`] | ELF files |
 
 pub mod child;
+pub mod crashes;
 pub mod doctor;
 pub mod executable;
 pub mod gains;

@@ -12,10 +12,11 @@ use sidecar_core::config::{
     CAPABILITIES, CacheSize, Config, ExpertStream, Kind, VARIABLES, Variable,
 };
 use sidecar_core::protocol::{Event, NoEffect};
-use sidecar_core::summary;
+use sidecar_core::{summary, text};
 
 use crate::control;
 use crate::launch::child::{self, Group, quoted};
+use crate::launch::crashes::Start;
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{Events, JOURNAL, Journal};
 use crate::launch::{gains, own_cache, proof};
@@ -211,6 +212,19 @@ impl Prepared {
         command
     }
 
+    /// Returns what is kept of this start if a fault ends the program.
+    fn start(&self, program: &Executable) -> Start {
+        let words = self.words.iter().skip(1).map(|word| word.to_string_lossy());
+        let path = text::path(&program.path);
+        let variable = |(name, value): &Setting| format!("{name}={}", quoted(value));
+        Start::new(
+            std::iter::once(path)
+                .chain(words.map(|word| word.into_owned()))
+                .collect(),
+            self.variables.iter().map(variable).collect(),
+        )
+    }
+
     /// Returns why the drop-in cannot be loaded into the program.
     pub fn obstacle(&self, program: &Executable) -> Option<String> {
         program.obstacle(&self.preload)
@@ -273,6 +287,11 @@ pub fn run(options: &RunOptions) -> Result<()> {
         }
         None => Some(journal(options.quiet)),
     };
+    let start = (journal.is_some() && config.is_used()).then(|| prepared.start(&program));
+    let earlier = start.as_ref().and_then(Start::earlier_crash);
+    if let Some(sentence) = earlier.filter(|_| !options.quiet) {
+        eprintln!("llama-sidecar: {sentence}");
+    }
     let mut command = match &journal {
         Some(journal) => prepared.command(&program, journal.as_ref()),
         None => {
@@ -287,8 +306,13 @@ pub fn run(options: &RunOptions) -> Result<()> {
     })?;
     let status = child::wait(&mut child)?;
     let journal = journal.flatten();
-    if let Some(journal) = journal.as_ref().filter(|_| !options.quiet) {
-        let lines = prepared.summary(&program, &journal.read(), status);
+    let events = journal.as_ref().map(Journal::read);
+    if let Some(start) = start {
+        let models = events.as_ref().map(Events::models).unwrap_or_default();
+        start.end(status, models.into_iter().map(str::to_owned).collect());
+    }
+    if let Some(events) = events.filter(|_| !options.quiet) {
+        let lines = prepared.summary(&program, &events, status);
         for line in lines.iter().chain(&config.without_effect) {
             eprintln!("llama-sidecar: {line}");
         }
