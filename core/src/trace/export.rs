@@ -10,7 +10,8 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::experts::MAX_LAYERS;
-use crate::{files, text};
+use crate::files::{self, Replace};
+use crate::text;
 
 use super::formats::to_activations;
 use super::locality::{Locality, Window};
@@ -220,11 +221,9 @@ pub fn numbered(path: &Path, number: usize) -> PathBuf {
     path.with_file_name(name)
 }
 
-/// Writes a text to a file; an earlier file is kept, as the log states. See [`files::write`].
+/// Writes a text to a file. Only an earlier output is replaced: see [`files::write`].
 pub fn write_text(path: &Path, text: &str) -> std::io::Result<()> {
-    let kept = files::write(path, text.as_bytes(), |_| false)?;
-    files::log_kept(path, kept.as_deref());
-    Ok(())
+    files::write(path, text.as_bytes(), Replace::Own)
 }
 
 /// Returns a readable summary: the used experts of all layers, the most used first, and with
