@@ -19,9 +19,9 @@ use std::os::unix::fs::{
     FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown,
 };
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::SystemTime;
 
-use once_cell::sync::Lazy;
 use parking_lot::Mutex;
 use tempfile::NamedTempFile;
 
@@ -40,14 +40,15 @@ const MAX_NAMES: u32 = 1000;
 /// Attempts at a path to which other programs write at the same time.
 const ATTEMPTS: usize = 16;
 
-/// When this process began, as far as is known, and the paths that it has written: an output that
-/// another process has written since then is not of an earlier run.
-static PROCESS: Lazy<(SystemTime, Mutex<BTreeSet<PathBuf>>)> =
-    Lazy::new(|| (SystemTime::now(), Mutex::default()));
+/// When this process began, if that counts.
+static BEGAN: OnceLock<SystemTime> = OnceLock::new();
+/// The paths that this process has written.
+static WRITTEN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
-/// Notes that this process begins now.
+/// Notes that this process begins now: an output that another one writes from here on is not of an
+/// earlier run, and stays. Several programs of one command can have the same variables.
 pub fn begin() {
-    Lazy::force(&PROCESS);
+    BEGAN.get_or_init(SystemTime::now);
 }
 
 /// What a new file may replace.
@@ -225,7 +226,7 @@ pub fn at_free_name<T>(
     let mut refused = None;
     for number in 0..MAX_NAMES {
         let name = with_number(path, number);
-        let is_known = PROCESS.1.lock().contains(&std::path::absolute(&name)?);
+        let is_known = WRITTEN.lock().contains(&std::path::absolute(&name)?);
         match write(&name) {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {
                 refused.get_or_insert(error);
@@ -343,8 +344,10 @@ fn check_replaceable(
     let start = start_of(there)?;
     check_kind(&found, &start)?;
     let absolute = std::path::absolute(path)?;
-    let (began, written) = &*PROCESS;
-    let is_earlier = found.modified().is_ok_and(|time| time < *began);
+    let is_earlier = || {
+        let began = BEGAN.get();
+        began.is_none_or(|began| found.modified().is_ok_and(|time| time < *began))
+    };
     let is_own = || {
         let kind = kind_of(&start);
         kind.is_some() && (content.is_empty() || kind == kind_of(content))
@@ -359,7 +362,7 @@ fn check_replaceable(
         Replace::Any => return Ok(()),
         _ if start.is_empty() => return Ok(()),
         Replace::Own if is_own() => {
-            if is_earlier || written.lock().contains(&absolute) {
+            if is_earlier() || WRITTEN.lock().contains(&absolute) {
                 return Ok(());
             }
             "another process wrote it while this one ran: use a path with %p, which is replaced by the process ID"
@@ -447,7 +450,7 @@ fn put(
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 match new.persist_noclobber(path) {
                     Ok(file) => {
-                        PROCESS.1.lock().insert(absolute);
+                        WRITTEN.lock().insert(absolute);
                         return Ok(file);
                     }
                     // Another program was faster.
@@ -468,7 +471,7 @@ fn put(
         let mode = Permissions::from_mode(found.mode() & 0o777);
         new.as_file().set_permissions(mode)?;
         let file = new.persist(path).map_err(|failed| failed.error)?;
-        PROCESS.1.lock().insert(absolute);
+        WRITTEN.lock().insert(absolute);
         return Ok(file);
     }
     Err(io::Error::other(
@@ -543,7 +546,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("a");
         let tried = |there: &[u8], new: &[u8], goes: bool| {
-            PROCESS.1.lock().clear();
+            WRITTEN.lock().remove(&path);
             earlier(&path, there);
             fs::set_permissions(&path, Permissions::from_mode(0o640)).expect("a mode");
             let text = || format!("{there:?} by {new:?}");
@@ -576,6 +579,7 @@ mod tests {
     fn an_output_beside_the_file_of_another_has_the_same_name_each_time() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("t.json");
+        let name_of = |number| folder.path().join(format!("t.~{number}~.json"));
         earlier(&path, b"of the user");
         earlier(&folder.path().join("t.~1~.json"), b"of the user");
         for text in [
@@ -588,7 +592,8 @@ mod tests {
             assert_eq!(fs::read(&name).expect("a file"), text.as_bytes());
         }
         // What another process wrote since this one began.
-        PROCESS.1.lock().clear();
+        begin();
+        WRITTEN.lock().remove(&name_of(2));
         let text = b"{\"schema\":\"llama-sidecar/a/1\"} 2";
         let write = |path: &Path| write(path, text, Replace::Own);
         let (name, ()) = at_free_name(&path, write).expect("written");
