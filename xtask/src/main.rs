@@ -173,7 +173,7 @@ struct Check {
     /// Reloads and the drop-in with ThreadSanitizer
     #[arg(long)]
     tsan: bool,
-    /// The long form of the property, fault and swap tests, and ten minutes of fuzzing
+    /// The long form of the property, fault and swap tests, and ten minutes of fuzzing of each target
     #[arg(long)]
     long: bool,
     /// The parser under libFuzzer
