@@ -594,6 +594,9 @@ mod tests {
         // What another process wrote since this one began.
         begin();
         WRITTEN.lock().remove(&name_of(2));
+        let other = open_at(&name_of(2), OpenOptions::new().write(true)).expect("a file");
+        let time = SystemTime::now() + std::time::Duration::from_secs(3600);
+        other.set_modified(time).expect("a time");
         let text = b"{\"schema\":\"llama-sidecar/a/1\"} 2";
         let write = |path: &Path| write(path, text, Replace::Own);
         let (name, ()) = at_free_name(&path, write).expect("written");
