@@ -1373,7 +1373,7 @@ enum llama_sidecar_status llama_expert_trace_reset(const struct llama_expert_tra
 /**
  * Writes the trace to a file: the counts as CSV (layer,expert,count,share) if the path ends in
  * ".csv", otherwise counts and locality as JSON (docs/expert-trace.md). The call writes a temporary file in the same folder
- * and renames it to the path.
+ * and renames it to the path. It fails if another file than an earlier trace is there.
  */
 enum llama_sidecar_status llama_expert_trace_write(const struct llama_expert_trace *trace,
                                                    const char *path);

@@ -325,3 +325,71 @@ fn post_fetch_is_on_where_its_switch_is_set() {
         assert!(text.contains("nothing is to be streamed"), "{text}");
     }
 }
+
+/// Files of others at the paths of all outputs: they stay as they are, the outputs have numbered
+/// names that the log states, and a second run replaces these.
+#[test]
+fn outputs_leave_files_of_others_where_they_are() {
+    let (folder, model) = folder();
+    let outputs = [
+        ("LLAMA_EXPERT_TRACE_OUTPUT", "trace.json"),
+        ("LLAMA_EXPERT_TRACE_ROUTES", "routes.npy"),
+        ("LLAMA_EXPERT_TRACE_SALIENCY", "saliency.json"),
+        ("LLAMA_SIDECAR_LOGITS_HASHES", "hashes"),
+        ("LLAMA_SIDECAR_JOURNAL", "journal"),
+    ];
+    let path = |name: &str| folder.path().join(name);
+    let texts = outputs.map(|(_, name)| path(name).display().to_string());
+    for (at, (_, name)) in outputs.iter().enumerate() {
+        // Every other one is a link to a file of the user.
+        let file = path(&format!("{name}.of-the-user"));
+        std::fs::write(&file, "notes").expect("free space");
+        match at % 2 {
+            0 => std::os::unix::fs::symlink(&file, path(name)).expect("a link"),
+            _ => std::fs::rename(&file, path(name)).expect("a file"),
+        }
+    }
+    let names = || {
+        let entries = std::fs::read_dir(folder.path()).expect("a folder");
+        let entries = entries.map(|of| of.expect("an entry").file_name());
+        entries.collect::<BTreeSet<_>>()
+    };
+    let run = |with_journal: bool| {
+        let outputs = outputs.iter().zip(&texts);
+        let outputs = outputs.filter(|((name, _), _)| with_journal || !name.ends_with("JOURNAL"));
+        let variables: Vec<_> = outputs.map(|((name, _), text)| (*name, &**text)).collect();
+        completion(&model, &variables, &[])
+    };
+    let lines = run(false).join("\n");
+    for (_, name) in &outputs[..4] {
+        let stated = format!("cannot write {}: a file is there", path(name).display());
+        assert!(lines.contains(&stated), "{name} at the start: {lines}");
+    }
+    let mut expected = names();
+    for (of, start) in [
+        (
+            "trace.~1~.json",
+            "{\n  \"schema\": \"llama-sidecar/expert-trace",
+        ),
+        (
+            "saliency.~1~.json",
+            "{\n  \"schema\": \"llama-sidecar/expert-saliency",
+        ),
+        ("hashes.~1~", "# rows and hash"),
+        ("routes.~1~.npy", ""),
+        ("routes.~1~.npy.marks.jsonl", ""),
+    ] {
+        assert!(expected.contains(std::ffi::OsStr::new(of)), "{of}: {lines}");
+        let text = std::fs::read(path(of)).expect("a file");
+        assert!(text.starts_with(start.as_bytes()), "{of}");
+    }
+    run(true);
+    assert_eq!(names(), std::mem::take(&mut expected));
+    for (_, name) in &outputs {
+        assert_eq!(
+            std::fs::read(path(name)).expect("a file"),
+            b"notes",
+            "{name}"
+        );
+    }
+}

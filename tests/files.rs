@@ -26,17 +26,53 @@ fn routes_do_not_replace_a_model() {
 }
 
 #[test]
-fn routes_of_an_earlier_run_are_kept() {
+fn routes_replace_those_of_an_earlier_run_only() {
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("m.routes");
-    routes(&path).unwrap().rows(0, &[0, 1, 2, 3], &[]).unwrap();
-    let before = fs::read(&path).unwrap();
-    // This process may replace what it wrote, but only under the path at which it wrote it.
-    let other = folder.path().join("n.routes");
-    fs::rename(&path, &other).unwrap();
-    drop(routes(&other).unwrap());
-    let kept = folder.path().join("n.routes.~1~");
-    assert_eq!(fs::read(kept).unwrap(), before);
+    let lines = ["layer,expert\n0,1\n", "{\"token\": \"secret\"}\n", "notes"];
+    for name in ["m.routes", "m.csv", "m.npy"] {
+        let path = folder.path().join(name);
+        routes(&path).unwrap().rows(0, &[0, 1, 2, 3], &[]).unwrap();
+        let marks = folder.path().join(format!("{name}.marks.jsonl"));
+        let has_marks = marks.exists();
+        let hour = std::time::Duration::from_secs(3600);
+        let earlier = std::time::SystemTime::now() - hour;
+        let age = |path: &Path| {
+            let file = fs::File::options().write(true).open(path).unwrap();
+            file.set_modified(earlier).unwrap();
+        };
+        // Under another name, as a file of another process.
+        let [other, other_marks] = ["", ".marks.jsonl"].map(|end| {
+            let from = folder.path().join(format!("{name}{end}"));
+            let to = folder.path().join(format!("of.{name}{end}"));
+            if from.exists() {
+                fs::rename(&from, &to).unwrap();
+                age(&to);
+            }
+            to
+        });
+        let before = fs::read(&other).unwrap();
+        if has_marks {
+            // Without marks, the same bytes are those of another program.
+            fs::rename(&other_marks, &marks).unwrap();
+            let refused = routes(&other).unwrap_err();
+            assert_eq!(refused.kind(), std::io::ErrorKind::AlreadyExists);
+            assert_eq!(fs::read(&other).unwrap(), before);
+            assert!(!other_marks.exists());
+            fs::rename(&marks, &other_marks).unwrap();
+            // Marks of another program.
+            fs::write(&marks, lines[1]).unwrap();
+            assert!(routes(&path).is_err() && !path.exists());
+            assert_eq!(fs::read_to_string(&marks).unwrap(), lines[1]);
+        }
+        drop(routes(&other).unwrap());
+        assert!(fs::metadata(&other).unwrap().len() < before.len() as u64);
+        for line in lines {
+            let path = folder.path().join(format!("foreign.{name}"));
+            fs::write(&path, line).unwrap();
+            assert!(routes(&path).is_err());
+            assert_eq!(fs::read_to_string(&path).unwrap(), line);
+        }
+    }
 }
 
 #[test]

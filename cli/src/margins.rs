@@ -14,11 +14,13 @@ use sidecar_core::protocol::StreamFigures;
 use crate::evaluation::program::{EvaluationOptions, NO_VARIABLES};
 use crate::evaluation::session::Session;
 use crate::evaluation::statistics::Statistics;
-use crate::output::{check_writable, progress, write_text};
+use crate::output::{Outputs, progress};
 use crate::page;
 use crate::pruned::of_experts;
 use crate::sizes::{Table, percent, size_text};
 
+/// The title of the page.
+const TITLE: &str = "Margins";
 /// Chunks of the text, where the options state none: each token is an evaluation of its own.
 const CHUNKS: u32 = 4;
 
@@ -46,6 +48,8 @@ pub struct MarginsOptions {
     /// Write the measurements as a self-contained HTML page.
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
+    #[command(flatten)]
+    outputs: Outputs,
     #[command(flatten)]
     evaluation: EvaluationOptions,
 }
@@ -144,7 +148,7 @@ impl Results {
 pub fn run(options: &MarginsOptions) -> Result<()> {
     if let Some(path) = &options.report {
         // Not after the measurements.
-        check_writable(path)?;
+        options.outputs.check(path, &page::start(TITLE))?;
     }
     let model = open_model(&options.model, Access::Read)
         .with_context(|| format!("cannot read the model {}", options.model.display()))?;
@@ -250,14 +254,8 @@ fn show(
             page::incomplete(is_complete),
         ];
         let tables = [(None, results.table())];
-        let page = page::measurements(
-            "Margins",
-            &options.model,
-            &sentences,
-            &session.facts(),
-            tables,
-        );
-        write_text(path, &page)?;
+        let page = page::measurements(TITLE, &options.model, &sentences, &session.facts(), tables);
+        options.outputs.write(path, &page)?;
     }
     Ok(())
 }

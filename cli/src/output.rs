@@ -1,11 +1,11 @@
 //! Texts and models for files that the user names, and progress.
 
 use std::fs::{self, File};
-use std::io::{BufWriter, Write};
+use std::io::{self, BufWriter, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail};
-use sidecar_core::files::{self, folder_of};
+use anyhow::{Context, Result, anyhow, bail};
+use sidecar_core::files::{self, Replace, folder_of};
 use sidecar_core::gguf::{Pieces, write_data};
 use tempfile::{NamedTempFile, TempPath};
 
@@ -13,17 +13,46 @@ use crate::interruption;
 use crate::space::Need;
 use crate::temporary::Temporary;
 
-/// The shortest first line by which a report is known.
-const FIRST_LINE: usize = 12;
-
 /// Prints on standard error what a command does now.
 pub fn progress(line: &str) {
     eprintln!("llama-sidecar: {line}");
 }
 
-/// Fails if a file cannot be written.
-pub fn check_writable(path: &Path) -> Result<()> {
-    files::check(path).with_context(|| format!("cannot write {}", path.display()))
+/// What the outputs of a command may replace.
+#[derive(Debug, Clone, Copy, Default, clap::Args)]
+pub struct Outputs {
+    /// Also replace a file that is no earlier output of this kind. A model is never replaced.
+    #[arg(long)]
+    force: bool,
+}
+
+impl Outputs {
+    fn replace(self) -> Replace {
+        match self.force {
+            true => Replace::Any,
+            false => Replace::Own,
+        }
+    }
+
+    /// Fails if a file that starts so cannot be written.
+    pub fn check(self, path: &Path, start: &str) -> Result<()> {
+        let checked = files::check(path, start.as_bytes(), self.replace());
+        explain(checked, path)
+    }
+
+    /// Writes a text to a file.
+    pub fn write(self, path: &Path, text: &str) -> Result<()> {
+        explain(files::write(path, text.as_bytes(), self.replace()), path)
+    }
+}
+
+/// Adds the path and, where it helps, the option to an error.
+fn explain(written: io::Result<()>, path: &Path) -> Result<()> {
+    let force = |error: &io::Error| match error.kind() {
+        ErrorKind::AlreadyExists => ", or replace it with --force",
+        _ => "",
+    };
+    written.map_err(|error| anyhow!("cannot write {}: {error}{}", path.display(), force(&error)))
 }
 
 /// A file of a new model.
@@ -72,64 +101,41 @@ pub fn check_space(model: &[NewFile<'_>]) -> Result<()> {
     Ok(())
 }
 
-/// Writes the files of a model, and returns their bytes. A model that is there is never written over.
+/// Writes the files of a model, and returns their bytes. A model that is there is never written over, another file only
+/// as `outputs` states.
 ///
 /// All files are complete, in a folder beside their paths, and `check` was called with the first one before it gets its path.
 /// The first shard is the last one that gets it. After an error, no path has a file of the new model.
 pub fn write_model(
     model: Vec<NewFile<'_>>,
+    outputs: Outputs,
     check: impl FnOnce(&Path) -> Result<()>,
 ) -> Result<u64> {
-    let explain = |path: &Path| format!("cannot write {}", path.display());
+    let context = |path: &Path| format!("cannot write {}", path.display());
     let bytes = model.iter().map(NewFile::size).sum();
     check_space(&model)?;
     let first = model.first().context("a model has a file")?.path.clone();
     let name = first.file_name().unwrap_or_default().to_string_lossy();
     let folder = Temporary::named(folder_of(&first), &format!(".{name}."), files::INCOMPLETE);
-    let folder = folder.with_context(|| explain(&first))?;
+    let folder = folder.with_context(|| context(&first))?;
     let write = |file: NewFile<'_>| {
         let path = file.path.clone();
-        let written = file.write(folder.path()).with_context(|| explain(&path))?;
+        let written = file.write(folder.path()).with_context(|| context(&path))?;
         Ok((written, path))
     };
     let written = model.into_iter().map(write).collect::<Result<Vec<_>>>()?;
     check(written[0].0.path())?;
     let mut placed = Vec::new();
     for (file, path) in written.into_iter().rev() {
-        match files::persist(file, &path, |_| false) {
-            Ok(kept) => report_kept(&path, kept),
-            Err(error) => {
-                for path in placed {
-                    let _ = fs::remove_file(path);
-                }
-                return Err(error).with_context(|| explain(&path));
+        if let Err(error) = explain(files::persist(file, &path, outputs.replace()), &path) {
+            for path in placed {
+                let _ = fs::remove_file(path);
             }
+            return Err(error);
         }
         placed.push(path);
     }
     Ok(bytes)
-}
-
-/// Prints where an earlier file is kept, if there was one.
-fn report_kept(path: &Path, kept: Option<PathBuf>) {
-    if let Some(kept) = kept {
-        let (path, kept) = (path.display(), kept.display());
-        progress(&format!("{path}: the earlier file is kept as {kept}"));
-    }
-}
-
-/// Writes a text to a file. An earlier file with the same first line is a report of the same kind
-/// and goes; any other is kept, and standard error has its path.
-pub fn write_text(path: &Path, text: &str) -> Result<()> {
-    let first = text.lines().next().unwrap_or_default().as_bytes();
-    let replaces = |start: &[u8]| {
-        let known = &first[..first.len().min(start.len())];
-        known.len() >= FIRST_LINE && start.starts_with(known)
-    };
-    let kept = files::write(path, text.as_bytes(), replaces)
-        .with_context(|| format!("cannot write {}", path.display()))?;
-    report_kept(path, kept);
-    Ok(())
 }
 
 #[cfg(test)]
@@ -148,12 +154,14 @@ mod tests {
         };
         let model = || ["1", "2", "3"].map(shard).into();
         fs::write(path("1"), "GGUF of another model").expect("a file");
-        fs::write(path("3"), "notes").expect("a file");
         let checked = |path: &Path| {
             assert_eq!(fs::read(path)?, b"GGUF");
             Ok(())
         };
-        let error = write_model(model(), checked).expect_err("a model is there");
+        let write =
+            |outputs, check: &dyn Fn(&Path) -> Result<()>| write_model(model(), outputs, check);
+        let own = Outputs::default();
+        let error = write(own, &checked).expect_err("a model is there");
         assert!(
             format!("{error:#}").contains("never written over"),
             "{error:#}"
@@ -165,13 +173,16 @@ mod tests {
             names.sort();
             names
         };
-        assert_eq!(names(), ["1", "3.~1~"]);
+        assert_eq!(names(), ["1"]);
         fs::remove_file(path("1")).expect("a file");
-        let refused = write_model(model(), |_| bail!("it does not load"));
-        assert!(refused.is_err());
-        assert_eq!(names(), ["3.~1~"]);
-        assert_eq!(write_model(model(), checked).expect("free paths"), 3 * 4);
-        assert_eq!(names(), ["1", "2", "3", "3.~1~"]);
-        assert_eq!(fs::read(path("3.~1~")).expect("a file"), b"notes");
+        fs::write(path("3"), "notes").expect("a file");
+        let force = Outputs { force: true };
+        assert!(write(force, &|_| bail!("it does not load")).is_err());
+        let error = write(own, &checked).expect_err("notes are there");
+        assert!(format!("{error:#}").contains("--force"), "{error:#}");
+        assert_eq!(names(), ["3"]);
+        assert_eq!(fs::read(path("3")).expect("a file"), b"notes");
+        assert_eq!(write(force, &checked).expect("free paths"), 3 * 4);
+        assert_eq!(names(), ["1", "2", "3"]);
     }
 }

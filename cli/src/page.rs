@@ -23,10 +23,19 @@ th,td{padding:.25rem .7rem;text-align:right;border-bottom:1px solid var(--line);
 th{color:var(--soft);font-weight:500}svg{max-width:100%;height:auto}.wide svg{max-width:none}\
 @media print{.wide{overflow:visible}.wide svg{max-width:100%}h2{break-after:avoid}tr{break-inside:avoid}}";
 
+/// Returns how pages with this title start: an earlier one is known by it.
+pub fn start(title: &str) -> String {
+    format!(
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=generator content=\"llama-sidecar: {}\">",
+        html(title)
+    )
+}
+
 /// Returns a self-contained page. `body` has markup.
 pub fn document(title: &str, body: &str) -> String {
     format!(
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content=\"width=device-width, initial-scale=1\"><title>{}</title><style>{STYLE}</style><main>{body}</main></html>\n",
+        "{}<meta name=viewport content=\"width=device-width, initial-scale=1\"><title>{}</title><style>{STYLE}</style><main>{body}</main></html>\n",
+        start(title),
         html(title)
     )
 }

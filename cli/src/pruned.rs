@@ -10,7 +10,7 @@ use sidecar_core::gguf::{GgufFile, HeaderWriter, Pieces, TensorInfo, copy_value}
 use sidecar_core::protocol::LayerMask;
 use sidecar_core::reload::check_tensor;
 
-use crate::output::{NewFile, check_space, write_model};
+use crate::output::{NewFile, Outputs, check_space, write_model};
 
 /// What names of tensors end with that have a part for each expert, after `blk.N.`.
 const ROUTERS: [&str; 5] = [
@@ -274,13 +274,18 @@ impl<'a> Pruned<'a> {
 
     /// Writes the files of the model to as many paths, and returns their bytes.
     /// `check` is called with the first one before it gets its path.
-    pub fn write(&self, paths: &[PathBuf], check: impl FnOnce(&Path) -> Result<()>) -> Result<u64> {
+    pub fn write(
+        &self,
+        paths: &[PathBuf],
+        outputs: Outputs,
+        check: impl FnOnce(&Path) -> Result<()>,
+    ) -> Result<u64> {
         for file in self.files {
             for info in &file.header.tensors {
                 check_tensor(file, info, None)?;
             }
         }
-        write_model(self.new_files(paths)?, check)
+        write_model(self.new_files(paths)?, outputs, check)
     }
 
     /// Fails if the files of the model cannot be made, or do not fit on the disk.

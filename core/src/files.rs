@@ -6,16 +6,21 @@
 //! * A link is followed only if it is the own user's or root's.
 //! * A file is written beside its path, under a random name, and renamed. Only a complete file
 //!   ever has the path.
-//! * What was there is kept under another name, unless the caller knows that it may go. A model,
-//!   and a file of another user, are never written over.
+//! * What was there stays, unless it is empty or an earlier output of the same kind (see
+//!   [`kind_of`]): a name states nothing about who wrote a file. A file of another user always
+//!   stays.
 //! * Reading never waits for the writer of a FIFO, and a file that commands something is read
 //!   only if it is the own user's or root's.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File, Metadata, OpenOptions, Permissions, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
-use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{
+    FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown,
+};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::time::SystemTime;
 
 use parking_lot::Mutex;
 use tempfile::NamedTempFile;
@@ -29,14 +34,96 @@ pub const INCOMPLETE: &str = ".part";
 /// The links that a path may go through.
 const MAX_LINKS: usize = 40;
 /// The bytes at the start of a file by which it is known.
-const START: usize = 64;
-/// The earlier versions of a file that are kept.
-const MAX_KEPT: u32 = 1000;
+const START: usize = 256;
+/// The names that an output gets where files of others are.
+const MAX_NAMES: u32 = 1000;
 /// Attempts at a path to which other programs write at the same time.
 const ATTEMPTS: usize = 16;
 
-/// The paths that this process has written: what is there may be replaced.
+/// When this process began, if that counts.
+static BEGAN: OnceLock<SystemTime> = OnceLock::new();
+/// The paths that this process has written.
 static WRITTEN: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
+
+/// Notes that this process begins now: an output that another one writes from here on is not of an
+/// earlier run, and stays. Several programs of one command can have the same variables.
+pub fn begin() {
+    BEGAN.get_or_init(SystemTime::now);
+}
+
+/// What a new file may replace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Replace {
+    /// Nothing, and an empty file.
+    Nothing,
+    /// Also an output of an earlier run, of the same kind.
+    Own,
+    /// Also any other file of the own user, except a model.
+    Any,
+}
+
+/// Returns how files of a kind start that this project writes; `None` for all others. `start` is
+/// the start of a file, at most 256 bytes count.
+///
+/// ```
+/// use sidecar_core::files::kind_of;
+///
+/// let trace = kind_of(b"{\n  \"schema\": \"llama-sidecar/expert-trace/1\",");
+/// assert_eq!(trace.as_deref(), Some("{\"schema\":\"llama-sidecar/expert-trace/1\""));
+/// assert_eq!(kind_of(b"{\"schema\": \"of another program\"}"), None);
+/// ```
+pub fn kind_of(start: &[u8]) -> Option<String> {
+    /// Starts up to a quotation mark, without white space.
+    const NAMED: [&str; 4] = [
+        "{\"schema\":\"llama-sidecar/",
+        "[{\"schema\":\"llama-sidecar/",
+        "{\"llama_sidecar\":\"",
+        "<!doctypehtml><htmllang=en><metacharset=utf-8><metaname=generatorcontent=\"llama-sidecar:",
+    ];
+    /// Other starts.
+    const STARTS: [&[u8]; 10] = [
+        b"{ \"llama_sidecar_compare\":",
+        b"<svg data-generator=\"llama-sidecar\"",
+        b"# rows and hash of each output\n",
+        b"layer,expert,count,share\n",
+        b"offset,bytes,layer,expert,file\n",
+        b"LSROUTES",
+        // Routes of these formats are known by the file of marks beside them.
+        b"layer,expert\n",
+        b"layer,expert,weight\n",
+        b"\x93NUMPY\x01\x00\x76\x00{'descr': '<i2'",
+        b"\x93NUMPY\x01\x00\x76\x00{'descr': '<f4'",
+    ];
+    let start = &start[..start.len().min(START)];
+    if let Some(of) = STARTS.iter().find(|of| start.starts_with(of)) {
+        return Some(String::from_utf8_lossy(of).into_owned());
+    }
+    let text = String::from_utf8_lossy(start);
+    let text: String = text.split_ascii_whitespace().collect();
+    let mark = |line: &str| {
+        let marks = ["\"mark\":", "\"dropped\":"];
+        let rest = line.strip_prefix("{\"token\":")?;
+        let rest = rest
+            .trim_start_matches(|of: char| of.is_ascii_digit())
+            .strip_prefix(',')?;
+        marks
+            .iter()
+            .any(|of| rest.starts_with(of))
+            .then(|| "marks".into())
+    };
+    let status = || {
+        let states = ["computing ", "done ", "reload_failed ", "exiting "];
+        let line = std::str::from_utf8(start).ok()?.strip_suffix('\n')?;
+        let numbers = states.iter().find_map(|state| line.strip_prefix(state))?;
+        let (a, b) = numbers.split_once(' ')?;
+        (a.parse::<u64>().is_ok() && b.parse::<u64>().is_ok()).then(|| "status".into())
+    };
+    let named = NAMED.iter().find_map(|named| {
+        let end = text.strip_prefix(named)?.find('"')?;
+        Some(text[..=named.len() + end].to_owned())
+    });
+    named.or_else(|| mark(&text)).or_else(status)
+}
 
 /// Opens a regular file, or a descriptor of this process, for reading.
 pub fn open(path: &Path) -> io::Result<File> {
@@ -70,84 +157,118 @@ pub fn append(path: &Path) -> io::Result<File> {
     let file = open_at(&path, options.read(true).append(true).create(true))?;
     let found = file.metadata()?;
     check_owner(&found)?;
-    check_replaceable(&found, &start_of(&file)?)?;
+    check_kind(&found, &start_of(&file)?)?;
     Ok(file)
 }
 
-/// Writes a file, and returns the path at which an earlier file was kept.
-///
-/// `replaces` is called with the first bytes of an earlier file, at most 64; true lets it go. An
-/// empty file, and a file that this process wrote, go without the call. Bytes for a FIFO or a
-/// terminal are written to it; without a reader, a FIFO is an error.
+/// Whether a file is a regular one that is empty or starts like this: more may be appended.
+pub fn goes_on(file: &File, start: &[u8]) -> io::Result<bool> {
+    let there = start_of(file)?;
+    Ok(file.metadata()?.is_file() && (there.is_empty() || there.starts_with(start)))
+}
+
+/// Writes a file. A file that is there and that it may not replace is an error of the kind
+/// `AlreadyExists`, unless it has the same content. Bytes for a FIFO or a terminal are written to
+/// it; without a reader, a FIFO is an error.
 ///
 /// The file is not flushed to the disk: the end of a process must not wait for that.
 ///
 /// ```
-/// use sidecar_core::files;
+/// use sidecar_core::files::{self, Replace};
 ///
 /// let folder = tempfile::tempdir()?;
 /// let path = folder.path().join("report.txt");
 /// std::fs::write(&path, "notes of the user")?;
-/// let kept = files::write(&path, b"a report", |_| false)?.expect("the notes");
-/// assert_eq!(std::fs::read(kept)?, b"notes of the user");
-/// assert_eq!(std::fs::read(&path)?, b"a report");
+/// assert!(files::write(&path, b"a report", Replace::Own).is_err());
+/// assert_eq!(std::fs::read(&path)?, b"notes of the user");
 /// # Ok::<(), std::io::Error>(())
 /// ```
-pub fn write(
-    path: &Path,
-    content: &[u8],
-    replaces: impl Fn(&[u8]) -> bool,
-) -> io::Result<Option<PathBuf>> {
+pub fn write(path: &Path, content: &[u8], replace: Replace) -> io::Result<()> {
     let path = resolve(path)?;
     if let Some(mut stream) = stream(&path)? {
-        without_write_signals(|| stream.write_all(content))?;
-        return Ok(None);
+        return without_write_signals(|| stream.write_all(content));
     }
     let mut new = beside(&path)?;
     without_write_signals(|| new.write_all(content))?;
-    let kept = put(new, &path, |_, start| Ok(replaces(start)))?.1;
-    Ok(kept)
+    put(new, &path, content, replace, |_| Ok(())).map(drop)
 }
 
-/// Creates an empty file that is written while it is at its path, and returns it with the path at
-/// which an earlier file was kept, as [`write()`] does.
+/// Creates an empty file that is written while it is at its path. `start` is how it will start.
+/// See [`write()`].
 ///
 /// The file is locked until it is closed. A file that another process has locked stays: the error
 /// has the kind `ResourceBusy`.
-pub fn create(
-    path: &Path,
-    replaces: impl Fn(&[u8]) -> bool,
-) -> io::Result<(Kept, Option<PathBuf>)> {
+pub fn create(path: &Path, start: &[u8], replace: Replace) -> io::Result<Kept> {
     let path = resolve(path)?;
     if let Some(stream) = stream(&path)? {
-        return Ok((Kept::new(stream)?, None));
+        return Kept::new(stream);
     }
     let new = beside(&path)?;
     // Where the file system has no locks, there is no answer.
     let _ = new.as_file().try_lock();
-    let (file, kept) = put(new, &path, |there, start| match there.try_lock() {
+    let file = put(new, &path, start, replace, |there| match there.try_lock() {
         Err(TryLockError::WouldBlock) => Err(io::Error::new(
             ErrorKind::ResourceBusy,
             "another process writes to it: use a path with %p, which is replaced by the process ID",
         )),
-        _ => Ok(replaces(start)),
+        _ => Ok(()),
     })?;
-    Ok((Kept::new(file)?, kept))
+    Kept::new(file)
 }
 
-/// Fails if no file can be written at a path, so that a long work can fail before it begins. What
-/// is no regular file, such as a FIFO or a socket, needs no new file.
-pub fn check(path: &Path) -> io::Result<()> {
+/// Calls `write` with a path, or, where that fails because of the file that is there, with the first
+/// numbered one at which it succeeds. Returns that path. For outputs whose loss would be worse than
+/// another name; the log has the name.
+pub fn at_free_name<T>(
+    path: &Path,
+    mut write: impl FnMut(&Path) -> io::Result<T>,
+) -> io::Result<(PathBuf, T)> {
+    let mut refused = None;
+    for number in 0..MAX_NAMES {
+        let name = with_number(path, number);
+        let is_known = WRITTEN.lock().contains(&std::path::absolute(&name)?);
+        match write(&name) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+                refused.get_or_insert(error);
+            }
+            written => {
+                if let (Some(why), Ok(_), false) = (&refused, &written, is_known) {
+                    log::warn!("{}: {why}; written to {}", path.display(), name.display());
+                }
+                return written.map(|written| (name, written));
+            }
+        }
+    }
+    Err(refused.unwrap_or_else(|| io::Error::other("no name is free")))
+}
+
+/// Returns a path with a number before the extension, which gives the format.
+fn with_number(path: &Path, number: u32) -> PathBuf {
+    if number == 0 {
+        return path.to_owned();
+    }
+    let mut name = path.file_stem().unwrap_or_default().to_owned();
+    name.push(format!(".~{number}~"));
+    if let Some(extension) = path.extension() {
+        name.push(".");
+        name.push(extension);
+    }
+    path.with_file_name(name)
+}
+
+/// Fails if no file that starts so can be written at a path, so that a long work can fail before it
+/// begins. An empty start stands for all outputs. What is no regular file, such as a FIFO or a
+/// socket, needs no new file.
+pub fn check(path: &Path, start: &[u8], replace: Replace) -> io::Result<()> {
     let path = resolve(path)?;
     match fs::metadata(&path) {
         Ok(found) if found.is_dir() => {
             return Err(io::Error::other("it is a folder: name a file in it"));
         }
         Ok(found) if is_descriptor(&path) || !found.is_file() => return Ok(()),
-        Ok(found) => {
-            check_owner(&found)?;
+        Ok(_) => {
             let there = open_at(&path, OpenOptions::new().read(true))?;
-            check_replaceable(&there.metadata()?, &start_of(&there)?)?;
+            check_replaceable(&path, &there, start, replace)?;
         }
         Err(_) => {}
     }
@@ -158,18 +279,14 @@ pub fn check(path: &Path) -> io::Result<()> {
     })
 }
 
-/// Renames a complete file to its path, and returns the path at which an earlier file was kept, as
-/// [`write()`] does. `new` is in the same folder, and flushed to the disk first.
-pub fn persist(
-    new: NamedTempFile,
-    path: &Path,
-    replaces: impl Fn(&[u8]) -> bool,
-) -> io::Result<Option<PathBuf>> {
+/// Renames a complete file to its path; see [`write()`]. `new` is in the same folder, and flushed to
+/// the disk first.
+pub fn persist(new: NamedTempFile, path: &Path, replace: Replace) -> io::Result<()> {
     new.as_file().sync_all()?;
     let path = resolve(path)?;
-    let kept = put(new, &path, |_, start| Ok(replaces(start)))?.1;
-    sync_folder_of(&path)?;
-    Ok(kept)
+    let start = start_of(new.as_file())?;
+    put(new, &path, &start, replace, |_| Ok(()))?;
+    sync_folder_of(&path)
 }
 
 /// Writes renames in the folder of a file to disk.
@@ -195,14 +312,6 @@ pub fn beside(path: &Path) -> io::Result<NamedTempFile> {
     })
 }
 
-/// Logs where an earlier file is kept, if there was one.
-pub fn log_kept(path: &Path, kept: Option<&Path>) {
-    if let Some(kept) = kept {
-        let (path, kept) = (path.display(), kept.display());
-        log::warn!("{path}: the earlier file is kept as {kept}");
-    }
-}
-
 /// Returns the folder of a file.
 pub fn folder_of(path: &Path) -> &Path {
     match path.parent() {
@@ -223,13 +332,54 @@ pub fn check_owner(found: &Metadata) -> io::Result<()> {
     }
 }
 
+/// Fails if a file may not be replaced by one with this content, or with this start.
+fn check_replaceable(
+    path: &Path,
+    there: &File,
+    content: &[u8],
+    replace: Replace,
+) -> io::Result<()> {
+    let found = there.metadata()?;
+    check_owner(&found)?;
+    let start = start_of(there)?;
+    check_kind(&found, &start)?;
+    let absolute = std::path::absolute(path)?;
+    let is_earlier = || {
+        let began = BEGAN.get();
+        began.is_none_or(|began| found.modified().is_ok_and(|time| time < *began))
+    };
+    let is_own = || {
+        let kind = kind_of(&start);
+        kind.is_some() && (content.is_empty() || kind == kind_of(content))
+    };
+    let is_same = || {
+        let mut bytes = vec![0; content.len()];
+        found.len() == content.len() as u64
+            && there.read_exact_at(&mut bytes, 0).is_ok()
+            && bytes == content
+    };
+    let what = match replace {
+        Replace::Any => return Ok(()),
+        _ if start.is_empty() => return Ok(()),
+        Replace::Own if is_own() => {
+            if is_earlier() || WRITTEN.lock().contains(&absolute) {
+                return Ok(());
+            }
+            "another process wrote it while this one ran: use a path with %p, which is replaced by the process ID"
+        }
+        _ if is_same() => return Ok(()),
+        _ => "a file is there that is no earlier version of this output: choose another path",
+    };
+    Err(io::Error::new(ErrorKind::AlreadyExists, what))
+}
+
 /// Fails if a file is a model or not a regular file.
-fn check_replaceable(found: &Metadata, start: &[u8]) -> io::Result<()> {
+fn check_kind(found: &Metadata, start: &[u8]) -> io::Result<()> {
     match (found.is_file(), start.starts_with(b"GGUF")) {
-        (true, false) => Ok(()),
         (true, true) => Err(io::Error::other(
             "a model is there, which is never written over: choose another path",
         )),
+        (true, false) => Ok(()),
         (false, _) => Err(io::Error::other("it is not a regular file")),
     }
 }
@@ -285,13 +435,14 @@ fn stream(path: &Path) -> io::Result<Option<File>> {
     }
 }
 
-/// Renames a new file to its path; returns it with the path at which an earlier file was kept.
-/// `goes` is called with the earlier file and its first bytes.
+/// Renames a new file to its path, and returns it. `check` is called with an earlier file.
 fn put(
     mut new: NamedTempFile,
     path: &Path,
-    goes: impl Fn(&File, &[u8]) -> io::Result<bool>,
-) -> io::Result<(File, Option<PathBuf>)> {
+    content: &[u8],
+    replace: Replace,
+    check: impl Fn(&File) -> io::Result<()>,
+) -> io::Result<File> {
     let absolute = std::path::absolute(path)?;
     for _ in 0..ATTEMPTS {
         let there = match open_at(path, OpenOptions::new().read(true)) {
@@ -300,7 +451,7 @@ fn put(
                 match new.persist_noclobber(path) {
                     Ok(file) => {
                         WRITTEN.lock().insert(absolute);
-                        return Ok((file, None));
+                        return Ok(file);
                     }
                     // Another program was faster.
                     Err(failed) if failed.error.kind() == ErrorKind::AlreadyExists => {
@@ -312,50 +463,20 @@ fn put(
             }
             Err(error) => return Err(error),
         };
+        check(&there)?;
+        check_replaceable(path, &there, content, replace)?;
         let found = there.metadata()?;
-        check_owner(&found)?;
-        let start = start_of(&there)?;
-        check_replaceable(&found, &start)?;
-        let goes = goes(&there, &start)?;
-        let goes = goes || start.is_empty() || WRITTEN.lock().contains(&absolute);
-        let kept = (!goes).then(|| keep(path)).transpose()?;
+        // Without the right to give files away, the new one is the own user's.
+        let _ = fchown(new.as_file(), Some(found.uid()), Some(found.gid()));
         let mode = Permissions::from_mode(found.mode() & 0o777);
         new.as_file().set_permissions(mode)?;
         let file = new.persist(path).map_err(|failed| failed.error)?;
         WRITTEN.lock().insert(absolute);
-        return Ok((file, kept));
+        return Ok(file);
     }
     Err(io::Error::other(
         "another program writes to this path all the time",
     ))
-}
-
-/// Gives a file a second name, which is free.
-fn keep(path: &Path) -> io::Result<PathBuf> {
-    for number in 1..=MAX_KEPT {
-        let mut name = path.as_os_str().to_owned();
-        name.push(format!(".~{number}~"));
-        let name = PathBuf::from(name);
-        let kept = match fs::hard_link(path, &name) {
-            // The file system has no second names.
-            Err(error) if !is_taken(&error) => match fs::symlink_metadata(&name) {
-                Err(free) if free.kind() == ErrorKind::NotFound => fs::rename(path, &name),
-                _ => continue,
-            },
-            linked => linked,
-        };
-        match kept {
-            Err(error) if is_taken(&error) => {}
-            kept => return kept.map(|()| name),
-        }
-    }
-    Err(io::Error::other(format!(
-        "{MAX_KEPT} earlier files are kept beside it: remove them"
-    )))
-}
-
-fn is_taken(error: &io::Error) -> bool {
-    error.kind() == ErrorKind::AlreadyExists
 }
 
 /// Returns the first bytes of a file.
@@ -392,36 +513,99 @@ mod tests {
         names
     }
 
-    #[test]
-    fn an_earlier_file_is_kept_once() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("t.json");
-        fs::write(&path, "of the user").expect("free space");
-        fs::write(folder.path().join("t.json.~1~"), "older").expect("free space");
-        let kept = write(&path, b"1", |_| false)
-            .expect("written")
-            .expect("kept");
-        assert_eq!(kept, folder.path().join("t.json.~2~"));
-        assert_eq!(fs::read(kept).expect("a file"), b"of the user");
-        // What this process wrote goes.
-        assert_eq!(write(&path, b"2", |_| false).expect("written"), None);
-        assert_eq!(fs::read(&path).expect("a file"), b"2");
-        assert_eq!(names(folder.path()), ["t.json", "t.json.~1~", "t.json.~2~"]);
+    /// An output of an earlier run.
+    fn earlier(path: &Path, content: &[u8]) {
+        fs::write(path, content).expect("free space");
+        let file = open_at(path, OpenOptions::new().write(true)).expect("a file");
+        let time = SystemTime::now() - std::time::Duration::from_secs(3600);
+        file.set_modified(time).expect("a time");
     }
 
     #[test]
-    fn what_is_empty_or_may_go_is_replaced_with_its_mode() {
+    fn an_earlier_output_of_the_kind_is_replaced_with_its_mode_and_nothing_else() {
+        let page = b"<!doctype html><html lang=en><meta charset=utf-8><meta name=generator content=\"llama-sidecar: Margins\">";
+        let kinds: [&[u8]; 9] = [
+            b"{\n  \"schema\": \"llama-sidecar/expert-trace/1\",\n",
+            b"[{\"schema\":\"llama-sidecar/experts/1\",\"layer\":1}]",
+            b"{\"llama_sidecar\":\"measured\",",
+            b"{ \"llama_sidecar_compare\": 1,",
+            page,
+            b"done 1 0\n",
+            b"{\"token\":12,\"dropped\":3}\n",
+            b"LSROUTES....",
+            b"layer,expert,count,share\n0,0,1,0.5\n",
+        ];
+        let others: [&[u8]; 6] = [
+            b"{\"schema\": \"of another\"}",
+            b"<!doctype html><html lang=en><meta charset=utf-8><title>mine</title>",
+            b"done with it\n",
+            b"done 1 0\nand notes\n",
+            b"{\"token\":\"secret\"}",
+            b"notes",
+        ];
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("a");
-        for content in [&b""[..], b"done 1 0"] {
-            WRITTEN.lock().clear();
-            fs::write(&path, content).expect("free space");
+        let tried = |there: &[u8], new: &[u8], goes: bool| {
+            WRITTEN.lock().remove(&path);
+            earlier(&path, there);
             fs::set_permissions(&path, Permissions::from_mode(0o640)).expect("a mode");
-            let replaces = |start: &[u8]| start.starts_with(b"done");
-            assert_eq!(write(&path, b"done 2 0", replaces).expect("written"), None);
+            let text = || format!("{there:?} by {new:?}");
+            assert_eq!(check(&path, new, Replace::Own).is_ok(), goes, "{}", text());
+            let written = write(&path, new, Replace::Own);
+            assert_eq!(written.is_ok(), goes, "{}: {written:?}", text());
+            let expected = if goes { new } else { there };
+            assert_eq!(fs::read(&path).expect("a file"), expected, "{}", text());
             assert_eq!(fs::metadata(&path).expect("a file").mode() & 0o777, 0o640);
+            fs::remove_file(&path).expect("a file");
+        };
+        for (at, there) in kinds.iter().enumerate() {
+            for (new, content) in kinds.iter().enumerate() {
+                tried(there, content, at == new);
+            }
         }
+        for there in others {
+            for new in kinds {
+                tried(there, new, false);
+                tried(b"", new, true);
+            }
+            tried(there, there, true);
+        }
+        fs::write(&path, "notes").expect("free space");
+        write(&path, b"new", Replace::Any).expect("forced");
         assert_eq!(names(folder.path()), ["a"]);
+    }
+
+    #[test]
+    fn an_output_beside_the_file_of_another_has_the_same_name_each_time() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("t.json");
+        let name_of = |number| folder.path().join(format!("t.~{number}~.json"));
+        earlier(&path, b"of the user");
+        earlier(&folder.path().join("t.~1~.json"), b"of the user");
+        for text in [
+            "{\"schema\":\"llama-sidecar/a/1\"}",
+            "{\"schema\":\"llama-sidecar/a/1\"} ",
+        ] {
+            let write = |path: &Path| write(path, text.as_bytes(), Replace::Own);
+            let (name, ()) = at_free_name(&path, write).expect("written");
+            assert_eq!(name, folder.path().join("t.~2~.json"));
+            assert_eq!(fs::read(&name).expect("a file"), text.as_bytes());
+        }
+        // What another process wrote since this one began.
+        begin();
+        WRITTEN.lock().remove(&name_of(2));
+        let other = open_at(&name_of(2), OpenOptions::new().write(true)).expect("a file");
+        let time = SystemTime::now() + std::time::Duration::from_secs(3600);
+        other.set_modified(time).expect("a time");
+        let text = b"{\"schema\":\"llama-sidecar/a/1\"} 2";
+        let write = |path: &Path| write(path, text, Replace::Own);
+        let (name, ()) = at_free_name(&path, write).expect("written");
+        assert_eq!(name, folder.path().join("t.~3~.json"));
+        assert_eq!(fs::read(&path).expect("a file"), b"of the user");
+        assert_eq!(
+            names(folder.path()),
+            ["t.json", "t.~1~.json", "t.~2~.json", "t.~3~.json"]
+        );
     }
 
     #[test]
@@ -431,10 +615,13 @@ mod tests {
         fs::write(&path, b"GGUF and more").expect("free space");
         symlink("m", &link).expect("a link");
         for path in [&path, &link] {
-            assert!(write(path, b"x", |_| true).is_err() && create(path, |_| true).is_err());
-            assert!(append(path).is_err() && check(path).is_err());
+            assert!(
+                write(path, b"x", Replace::Any).is_err()
+                    && create(path, b"", Replace::Any).is_err()
+            );
+            assert!(append(path).is_err() && check(path, b"", Replace::Any).is_err());
             let new = beside(path).expect("free space");
-            assert!(persist(new, path, |_| true).is_err());
+            assert!(persist(new, path, Replace::Any).is_err());
         }
         assert_eq!(fs::read(&path).expect("a file"), b"GGUF and more");
         assert_eq!(names(folder.path()), ["link", "m"]);
@@ -445,8 +632,8 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let (target, link) = (folder.path().join("target"), folder.path().join("link"));
         symlink("target", &link).expect("a link");
-        check(&link).expect("the own link");
-        write(&link, b"1", |_| false).expect("written");
+        check(&link, b"", Replace::Own).expect("the own link");
+        write(&link, b"1", Replace::Own).expect("written");
         assert_eq!(fs::read(&target).expect("a file"), b"1");
         assert!(fs::symlink_metadata(&link).expect("a link").is_symlink());
         let given = std::os::unix::fs::lchown(&link, Some(OTHER), None);
@@ -454,12 +641,16 @@ mod tests {
             eprintln!("not tested without root: a link of another user");
             return;
         }
-        let refused = write(&link, b"2", |_| true).expect_err("another user");
+        let refused = write(&link, b"2", Replace::Any).expect_err("another user");
         assert!(
             refused.to_string().contains("belongs to user 65534"),
             "{refused}"
         );
-        assert!(open(&link).is_err() && append(&link).is_err() && create(&link, |_| true).is_err());
+        assert!(
+            open(&link).is_err()
+                && append(&link).is_err()
+                && create(&link, b"", Replace::Any).is_err()
+        );
         assert_eq!(fs::read(&target).expect("a file"), b"1");
     }
 
@@ -474,7 +665,9 @@ mod tests {
         }
         open(&path).expect("only read");
         assert!(open_trusted(&path).is_err() && append(&path).is_err());
-        assert!(write(&path, b"", |_| true).is_err() && create(&path, |_| true).is_err());
+        assert!(
+            write(&path, b"", Replace::Any).is_err() && create(&path, b"", Replace::Any).is_err()
+        );
         assert_eq!(fs::read(&path).expect("a file"), b"compute 1\n");
     }
 
@@ -486,10 +679,10 @@ mod tests {
         // SAFETY: a path that ends with a zero.
         assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
         assert!(open(&path).is_err() && append(&path).is_err());
-        assert!(write(&path, b"x", |_| true).is_err(), "no reader");
+        assert!(write(&path, b"x", Replace::Any).is_err(), "no reader");
         let mut reader = OpenOptions::new();
         let mut reader = open_at(&path, reader.read(true)).expect("a reader");
-        write(&path, b"text", |_| false).expect("written");
+        write(&path, b"text", Replace::Own).expect("written");
         let mut text = [0; 4];
         reader.read_exact(&mut text).expect("a text");
         assert_eq!(&text, b"text");
@@ -499,12 +692,12 @@ mod tests {
     fn a_file_that_is_being_written_stays() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("r");
-        let (first, _) = create(&path, |_| false).expect("free space");
+        let first = create(&path, b"", Replace::Own).expect("free space");
         first.write_all(b"more").expect("free space");
-        let busy = create(&path, |_| true).expect_err("it is locked");
+        let busy = create(&path, b"", Replace::Any).expect_err("it is locked");
         assert_eq!(busy.kind(), ErrorKind::ResourceBusy);
         drop(first);
-        create(&path, |_| true).expect("free");
+        create(&path, b"", Replace::Any).expect("free");
         assert_eq!(names(folder.path()), ["r"]);
     }
 
@@ -513,10 +706,13 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("a");
         fs::create_dir(&path).expect("a folder");
-        assert!(write(&path, b"x", |_| true).is_err() && check(&path).is_err());
-        let missing = check(&folder.path().join("none/a")).expect_err("no folder");
+        assert!(
+            write(&path, b"x", Replace::Any).is_err() && check(&path, b"", Replace::Any).is_err()
+        );
+        let missing =
+            check(&folder.path().join("none/a"), b"", Replace::Own).expect_err("no folder");
         assert!(missing.to_string().starts_with("its folder: "), "{missing}");
-        check(Path::new("/dev/null")).expect("nothing is made");
+        check(Path::new("/dev/null"), b"", Replace::Own).expect("nothing is made");
         assert_eq!(names(folder.path()), ["a"]);
     }
 }

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use sidecar_core::config::Config;
 use sidecar_core::experts::{ExpertIndex, Routing};
+use sidecar_core::files;
 use sidecar_core::logger;
 use sidecar_core::protocol::{Event, NoEffect};
 use sidecar_core::text;
@@ -67,6 +68,7 @@ pub fn is_on() -> bool {
 pub fn report_settings() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
+        files::begin();
         let config = Config::get();
         if config.journal.is_some() {
             return;

@@ -8,7 +8,7 @@ use once_cell::sync::Lazy;
 use parking_lot::Mutex;
 use sidecar_core::config::{Config, Variable};
 use sidecar_core::descriptors::Kept;
-use sidecar_core::files;
+use sidecar_core::files::{self, Replace};
 use sidecar_core::memory;
 use sidecar_core::protocol::NoEffect;
 use sidecar_core::reload::hash_bytes;
@@ -19,10 +19,10 @@ use crate::program::capability::{Capability, Effect};
 
 /// Names of the tensor that libllama reads logits or embeddings from.
 const OUTPUTS: [&CStr; 2] = [c"result_output", c"result_embd_pooled"];
-/// The output is among the last nodes of a graph.
-const LAST_NODES: i32 = 64;
 /// The first line of a file with hashes.
 const TITLE: &str = "# rows and hash of each output\n";
+/// The output is among the last nodes of a graph.
+const LAST_NODES: i32 = 64;
 
 /// Whether an output was hashed.
 static EFFECT: Effect = Effect::of(NoEffect::LOGITS);
@@ -45,11 +45,11 @@ impl Capability for Logits {
 
 fn open() -> Option<Mutex<Kept>> {
     let path = Config::get().logits_hashes.as_ref()?;
-    let created = files::create(path, |start| start.starts_with(TITLE.as_bytes()));
-    let written = created.and_then(|(file, kept)| {
-        files::log_kept(path, kept.as_deref());
+    let written = files::at_free_name(path, |path| {
+        let file = files::create(path, TITLE.as_bytes(), Replace::Own)?;
         file.write_all(TITLE.as_bytes()).map(|()| file)
     });
+    let written = written.map(|(_, file)| file);
     written.map(Mutex::new).map_err(|error| note(&error)).ok()
 }
 

@@ -19,6 +19,7 @@ use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{Flag, put_text, routed_ids, text};
 use crate::model::Model;
 use sidecar_core::config::Config;
+use sidecar_core::files;
 use sidecar_core::logger::print;
 use sidecar_core::trace::{
     ExpertLayout, ExpertNames, Ids, ModelMeta, Trace, enabled, log_unwritten, numbered,
@@ -116,8 +117,9 @@ impl Counts {
         print_summary(config, &self.about, &snapshot);
         if let Some(path) = &config.trace_output {
             let path = numbered(path, number());
-            match write(&path, &self.about, &snapshot) {
-                Ok(()) => print_exported(&path),
+            let write = |path: &Path| write(path, &self.about, &snapshot);
+            match files::at_free_name(&path, write) {
+                Ok((path, ())) => print_exported(&path),
                 Err(error) => log_unwritten(&path, &error),
             }
         }
@@ -377,7 +379,7 @@ pub extern "C" fn llama_expert_trace_reset(
 
 /// Writes the trace to a file: the counts as CSV (layer,expert,count,share) if the path ends in
 /// ".csv", otherwise counts and locality as JSON (docs/expert-trace.md). The call writes a temporary file in the same folder
-/// and renames it to the path.
+/// and renames it to the path. It fails if another file than an earlier trace is there.
 ///
 /// # Safety
 ///

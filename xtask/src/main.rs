@@ -176,7 +176,7 @@ struct Check {
     /// Events beside the drop-in: signals, limits, denied calls, files that go
     #[arg(long)]
     chaos: bool,
-    /// The long form of the property, fault and swap tests, and ten minutes of fuzzing
+    /// The long form of the property, fault and swap tests, and ten minutes of fuzzing of each target
     #[arg(long)]
     long: bool,
     /// The parser under libFuzzer

@@ -36,7 +36,10 @@ pub fn valgrind() -> Result<()> {
     cmake::ctest(&build, &["--exclude-regex", elsewhere])
 }
 
-/// Fuzzes the parser for some minutes. Findings stay in `fuzz/artifacts`.
+/// The fuzz targets.
+const TARGETS: [&str; 5] = ["gguf", "http", "messages", "routes", "trace"];
+
+/// Fuzzes each target for some minutes. Findings stay in `fuzz/artifacts`.
 ///
 /// The sanitizer flags belong to nightly compilers; RUSTC_BOOTSTRAP lets the
 /// installed one accept them, for this build alone.
@@ -55,18 +58,20 @@ pub fn fuzz(minutes: u64) -> Result<()> {
              -Ccodegen-units=1 --cfg fuzzing -Cdebug-assertions",
         ))?;
 
-    let corpus = fuzz.join("corpus/gguf");
-    let artifacts = fuzz.join("artifacts/gguf");
-    std::fs::create_dir_all(&corpus)?;
-    std::fs::create_dir_all(&artifacts)?;
-    for (name, bytes) in testkit::seeds::gguf() {
-        std::fs::write(corpus.join(name), bytes)?;
-    }
-
-    run(
-        command(target.join("x86_64-unknown-linux-gnu/release/gguf"), &fuzz)
+    let programs = target.join("x86_64-unknown-linux-gnu/release");
+    for name in TARGETS {
+        let [corpus, artifacts, regressions] = ["corpus", "artifacts", "regressions"].map(|of| {
+            let folder = fuzz.join(of).join(name);
+            std::fs::create_dir_all(&folder).map(|()| folder)
+        });
+        let (corpus, artifacts) = (corpus?, artifacts?);
+        for (seed, bytes) in testkit::seeds::of(name) {
+            std::fs::write(corpus.join(seed), bytes)?;
+        }
+        println!("{name}:");
+        run(command(programs.join(name), &fuzz)
             .arg(&corpus)
-            .arg(fuzz.join("regressions/gguf"))
+            .arg(regressions?)
             .arg(format!("-max_total_time={}", minutes * 60))
             .arg(format!("-artifact_prefix={}/", artifacts.display()))
             .args([
@@ -75,8 +80,9 @@ pub fn fuzz(minutes: u64) -> Result<()> {
                 "-timeout=10",
                 "-print_final_stats=1",
                 "-verbosity=0",
-            ]),
-    )
+            ]))?;
+    }
+    Ok(())
 }
 
 /// Modules in Rust alone: no driver, no mapping, no C.

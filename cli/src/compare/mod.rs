@@ -21,7 +21,7 @@ use sidecar_core::text;
 
 use crate::launch::gains;
 use crate::launch::journal::Events;
-use crate::output::{self, progress};
+use crate::output::{Outputs, progress};
 use crate::temporary::Temporary;
 use crate::trial::{Interrupted, Kind, Program, prompts};
 
@@ -60,6 +60,8 @@ pub struct CompareOptions {
     /// Where to write the comparison as JSON; a page with the same name and .html is beside it.
     #[arg(short, long, value_name = "PATH", default_value = "compare.json")]
     output: PathBuf,
+    #[command(flatten)]
+    outputs: Outputs,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -76,6 +78,17 @@ pub fn run(options: &CompareOptions) -> Result<()> {
         "--precision: expected a share above 0 and below 100, found {}",
         options.precision
     );
+    let page = options.output.with_extension("html");
+    ensure!(
+        page != options.output,
+        "{}: the page would have the same path: name a file with the extension .json",
+        page.display()
+    );
+    // Not after the measurements.
+    options.outputs.check(&options.output, report::START)?;
+    options
+        .outputs
+        .check(&page, &crate::page::start(report::TITLE))?;
     let mut comparison = Comparison::new(options)?;
     let ended = comparison.measure();
     let report = &mut comparison.report;
@@ -99,9 +112,8 @@ pub fn run(options: &CompareOptions) -> Result<()> {
         false => print!("{}", report.text()),
     }
     // A full disk takes away the files alone.
-    output::write_text(&options.output, &report.json()?)?;
-    let page = options.output.with_extension("html");
-    output::write_text(&page, &report.page())?;
+    options.outputs.write(&options.output, &report.json()?)?;
+    options.outputs.write(&page, &report.page())?;
     let noted = note_gain(report, &options.command)?;
     if !options.json {
         println!(

@@ -22,6 +22,10 @@ use crate::trial::{Kind, Run};
 
 /// The version of the file.
 const FORMAT: u32 = 1;
+/// How the file starts, by which an earlier one is known.
+pub const START: &str = "{ \"llama_sidecar_compare\":";
+/// The title of the page.
+pub const TITLE: &str = "Comparison";
 /// Starts of the lines in which ggml names devices.
 const DEVICES: [&str; 2] = ["  Device ", "ggml_vulkan: "];
 
@@ -269,7 +273,7 @@ impl Report {
             "<p class=note>llama-sidecar {}. Errors are confidence intervals of 95 %. Work is the time of the same tokens, prompts and answers. Logits are compared bit for bit; the number is that of evaluations.</section>",
             self.version
         );
-        page::document("Comparison", &body)
+        page::document(TITLE, &body)
     }
 }
 

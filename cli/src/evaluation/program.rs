@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use rustix::process::{Signal, set_parent_process_death_signal};
 use serde::de::DeserializeOwned;
-use sidecar_core::files;
+use sidecar_core::files::{self, Replace};
 use sidecar_core::protocol::{LayerMask, Overlay, Reply, Request, Round, Status, StreamFigures};
 
 use super::base::Base;
@@ -405,7 +405,7 @@ fn socket_folder() -> Result<Temporary> {
 }
 
 fn new_log(path: &Path) -> Result<File> {
-    let make = || files::write(path, &[], |_| true).and_then(|_| files::append(path));
+    let make = || files::write(path, &[], Replace::Any).and_then(|()| files::append(path));
     let file = interruption::undisturbed(make);
     file.with_context(|| format!("cannot write {}", path.display()))
 }

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use rustix::system::uname;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use sidecar_core::files;
+use sidecar_core::files::{self, Replace};
 
 /// Entries that a list has at most; the oldest are forgotten.
 const MOST: usize = 1000;
@@ -67,11 +67,8 @@ impl Kept {
         fs::create_dir_all(folder)
             .with_context(|| format!("cannot create {}", folder.display()))?;
         let text = serde_json::to_string(&content)?;
-        let start = format!("{{\"llama_sidecar\":\"{}\"", self.name);
-        files::write(&path, text.as_bytes(), |found| {
-            found.starts_with(start.as_bytes())
-        })
-        .with_context(|| format!("cannot write {}", path.display()))?;
+        files::write(&path, text.as_bytes(), Replace::Own)
+            .with_context(|| format!("cannot write {}", path.display()))?;
         Ok(Some(path))
     }
 }

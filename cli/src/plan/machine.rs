@@ -25,7 +25,7 @@ use crate::launch::journal::{Events, Journal};
 use crate::launch::kept::{self, Kept};
 use crate::launch::run::{Prepared, RunOptions};
 use crate::launch::session::Session;
-use crate::output::{self, progress};
+use crate::output::{Outputs, progress};
 use crate::trial::server::listen_elsewhere;
 use crate::trial::{self, Kind, Program};
 
@@ -158,7 +158,7 @@ fn run(
         .prefix("llama-sidecar-")
         .tempdir()?;
     let request = folder.path().join("measure.json");
-    output::write_text(&request, &serde_json::to_string(wanted)?)?;
+    Outputs::default().write(&request, &serde_json::to_string(wanted)?)?;
     let set = format!("LLAMA_SIDECAR_MEASURE={}", request.display());
     let mut words = of.words.clone();
     if of.kind == Kind::Server {

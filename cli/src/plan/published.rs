@@ -288,7 +288,9 @@ fn published_speeds_are_predicted() {
     );
     let (path, table) = (folder().join("predicted.csv"), table(&found));
     if !path.exists() {
-        crate::output::write_text(&path, &table).expect("a file");
+        crate::output::Outputs::default()
+            .write(&path, &table)
+            .expect("a file");
     }
     let written = std::fs::read_to_string(&path).expect("a table");
     assert_eq!(

@@ -17,11 +17,16 @@ use sidecar_core::protocol::LayerMask;
 use crate::control::mask;
 use crate::evaluation::session::Session;
 use crate::interruption;
-use crate::output::{check_writable, progress, write_text};
+use crate::output::{Outputs, progress};
 use crate::page;
 use crate::prune::search::{Found, Plan, SearchOptions};
 use crate::pruned::{Mixture, Pruned};
 use crate::sizes::{Table, size_text};
+
+/// The title of the page.
+const TITLE: &str = "Pruning";
+/// How a list of experts starts; readers ignore the name.
+const LIST: &str = r#"[{"schema":"llama-sidecar/experts/1""#;
 
 /// The model, and what it does without.
 #[derive(clap::Args)]
@@ -57,6 +62,8 @@ pub struct PruneOptions {
     /// has as many: name the first one (NAME-00001-of-00003.gguf), or NAME.gguf.
     #[arg(short, long, value_name = "GGUF")]
     output: Option<PathBuf>,
+    #[command(flatten)]
+    replace: Outputs,
 }
 
 /// Finds the experts to leave out, or takes those of a file, and writes the model without them.
@@ -68,12 +75,18 @@ pub fn run(options: &PruneOptions) -> Result<()> {
         Some(path) => new_paths(path, files.len() as u64).context("cannot write the model")?,
         None => Vec::new(),
     };
-    let others = [&options.save, &options.report];
-    let mut paths: Vec<&PathBuf> = outputs.iter().chain(others.into_iter().flatten()).collect();
-    for path in &paths {
+    let page = page::start(TITLE);
+    let models = outputs.iter().map(|path| (path, "GGUF"));
+    let others = [(&options.save, LIST), (&options.report, &page)];
+    let others = others
+        .iter()
+        .filter_map(|(path, start)| Some((path.as_ref()?, *start)));
+    let all: Vec<(&PathBuf, &str)> = models.chain(others).collect();
+    for (path, start) in &all {
         // Not after the measurements.
-        check_writable(path)?;
+        options.replace.check(path, start)?;
     }
+    let mut paths: Vec<&PathBuf> = all.iter().map(|(path, _)| *path).collect();
     paths.sort_unstable();
     if let Some(twice) = paths.windows(2).find(|pair| pair[0] == pair[1]) {
         bail!(
@@ -86,6 +99,7 @@ pub fn run(options: &PruneOptions) -> Result<()> {
         files: &files,
         mixture: &mixture,
         outputs,
+        replace: options.replace,
     };
     let not_computed = &mixture.routing.predicting;
     if mixture
@@ -126,6 +140,7 @@ struct Model<'a> {
     files: &'a [GgufFile],
     mixture: &'a Mixture,
     outputs: Vec<PathBuf>,
+    replace: Outputs,
 }
 
 impl Model<'_> {
@@ -137,7 +152,7 @@ impl Model<'_> {
     /// `check` is called with the first file before it gets its path.
     fn write(&self, masks: &[LayerMask], check: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
         let pruned = self.without(masks)?;
-        let size = pruned.write(&self.outputs, check)?;
+        let size = pruned.write(&self.outputs, self.replace, check)?;
         let before: u64 = self.files.iter().map(|file| file.source.id().size).sum();
         progress(&format!(
             "{} has {} of {} experts in each of {} layers: {} of {}",
@@ -214,10 +229,11 @@ fn show(
         progress(note);
     }
     let saved = match &options.save {
-        Some(path) if !found.experts.is_empty() => write_text(
-            path,
-            &format!("{}\n", serde_json::to_string(&found.experts)?),
-        ),
+        Some(path) if !found.experts.is_empty() => {
+            let list = serde_json::to_string(&found.experts)?;
+            let list = list.replacen("[{", &format!("{LIST},"), 1);
+            options.replace.write(path, &format!("{list}\n"))
+        }
         _ => Ok(()),
     };
     // Also if the list cannot be written.
@@ -236,9 +252,9 @@ fn show(
             chosen.rows = layers.collect();
             let tables = [(None, found.table()), (Some("Experts"), chosen)];
             let (model, facts) = (&options.model, session.facts());
-            write_text(
+            options.replace.write(
                 path,
-                &page::measurements("Pruning", model, &sentences, &facts, tables),
+                &page::measurements(TITLE, model, &sentences, &facts, tables),
             )
         }
         None => Ok(()),

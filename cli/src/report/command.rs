@@ -11,7 +11,7 @@ use sidecar_core::trace::{
     to_logical_count, to_ranked_csv, to_rankings,
 };
 
-use crate::output::write_text;
+use crate::output::Outputs;
 use crate::page;
 use crate::print::stdout;
 use crate::report::cache::{Caches, Policy};
@@ -31,6 +31,8 @@ pub struct ReportOptions {
     /// Write a self-contained HTML page; with --svg, --format and --pin, another file.
     #[arg(short, long)]
     output: Option<PathBuf>,
+    #[command(flatten)]
+    outputs: Outputs,
     /// Write only the heat map, as SVG.
     #[arg(long, requires = "output")]
     svg: bool,
@@ -103,7 +105,7 @@ pub fn run(options: &ReportOptions) -> Result<()> {
         (None, Some(Format::Rankings)) => to_rankings(&traced.counts),
         (None, Some(Format::Csv)) => to_ranked_csv(&traced.counts),
         (None, Some(Format::Activations)) => format!("{:#}\n", to_activations(&traced.counts)),
-        (None, None) if options.svg => svg::heat_map(&traced),
+        (None, None) if options.svg => svg::image(&traced),
         (None, None) if options.output.is_some() => page(&[traced]),
         (None, None) => as_text(&traced),
     };
@@ -113,7 +115,7 @@ pub fn run(options: &ReportOptions) -> Result<()> {
 /// Writes the report to its file or to standard output.
 fn write(options: &ReportOptions, text: &str) -> Result<()> {
     match &options.output {
-        Some(path) => write_text(path, text),
+        Some(path) => options.outputs.write(path, text),
         None => print(text),
     }
 }
@@ -143,7 +145,7 @@ fn pin(options: &ReportOptions, traced: &TraceReport, share: f64) -> Result<()> 
             Some(model) => open_model(model, Access::Read)?,
             None => traced.open_model()?,
         };
-        pinned.write_ranges(&files, path)?;
+        options.outputs.write(path, &pinned.as_ranges(&files))?;
         let _ = writeln!(text, "  their byte ranges: {}", text::path(path));
     } else {
         let _ = writeln!(text, "  their byte ranges: name a file with -o");

@@ -2,15 +2,12 @@
 
 use std::cmp::Reverse;
 use std::fmt::Write;
-use std::path::Path;
 
-use anyhow::Result;
 use sidecar_core::experts::{ExpertIndex, Projection};
 use sidecar_core::gguf::GgufFile;
 use sidecar_core::text;
 use sidecar_core::trace::{LayerCounts, coverage, hits};
 
-use crate::output::write_text;
 use crate::report::traces::TraceReport;
 use crate::sizes::{percent, size_text};
 
@@ -142,11 +139,6 @@ impl Pinned {
             let _ = writeln!(text, "{offset},{bytes},{layer},{expert},{path}");
         }
         text
-    }
-
-    /// Writes the byte ranges to a file.
-    pub fn write_ranges(&self, files: &[GgufFile], path: &Path) -> Result<()> {
-        write_text(path, &self.as_ranges(files))
     }
 }
 

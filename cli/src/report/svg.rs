@@ -30,6 +30,11 @@ fn colour(ratio: f64) -> usize {
     (ratio.log2().round() + 4.0).clamp(1.0, 6.0) as usize
 }
 
+/// Returns the heat map as a file, which is known by its start.
+pub fn image(traced: &TraceReport) -> String {
+    heat_map(traced).replacen("<svg", "<svg data-generator=\"llama-sidecar\"", 1)
+}
+
 /// Draws the use of each expert: layers down, experts across.
 pub fn heat_map(traced: &TraceReport) -> String {
     const LEFT: usize = 44;

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use ggml_quantize::{Ggml, Kind, convert};
 use indicatif::ProgressBar;
-use sidecar_core::files;
+use sidecar_core::files::{self, Replace};
 use sidecar_core::gguf::{GgufFile, HeaderWriter, TypeInfo, padding};
 use sidecar_core::reload::{check_tensor, hash_bytes};
 
@@ -113,7 +113,7 @@ impl Quantizer<'_> {
         for file in &self.source.files {
             file.source.check_unwritten()?;
         }
-        files::persist(file, &path, |_| true).with_context(explain)?;
+        files::persist(file, &path, Replace::Any).with_context(explain)?;
         Ok(path)
     }
 

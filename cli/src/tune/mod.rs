@@ -44,7 +44,7 @@ use sidecar_core::text;
 
 use crate::evaluation::base::{self, Base};
 use crate::evaluation::program::{EvaluationOptions, Program};
-use crate::output::check_writable;
+use crate::output::Outputs;
 use crate::pruned::Mixture;
 use crate::sizes::size;
 use candidate::{Candidate, Origin};
@@ -100,6 +100,8 @@ pub struct TuneOptions {
     /// Write the model with the chosen types.
     #[arg(long, value_name = "GGUF")]
     write: Option<PathBuf>,
+    #[command(flatten)]
+    outputs: Outputs,
     /// Quantise the tensors to all types, print the files, and measure nothing.
     #[arg(long, conflicts_with_all = ["size", "bpw", "write"])]
     prepare: bool,
@@ -149,7 +151,7 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
     let source = reference.as_ref().unwrap_or(&model);
     if let Some(path) = &options.write {
         // Not after the measurements.
-        check_writable(path).context("--write")?;
+        options.outputs.check(path, "GGUF").context("--write")?;
     }
     let matrix = options.imatrix.as_deref().map(Matrix::load).transpose()?;
     let candidates = options.types.iter().map(|text| Candidate::parse(text));
@@ -296,7 +298,7 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
     record::write_atomically(&folder.join("report.html"), page::page(&results).as_bytes())?;
     if let Some(path) = &options.write {
         let recipe = results.recipe.as_ref().context("no recipe")?;
-        write::write(&plan, &recipe.mix, &mut sweep, path)?;
+        write::write(&plan, &recipe.mix, &mut sweep, path, options.outputs)?;
     }
     match options.json {
         true => println!("{:#}", tables::json(&results)),

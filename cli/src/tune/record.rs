@@ -5,13 +5,13 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
-use sidecar_core::files::{self, folder_of};
+use sidecar_core::files::{self, Replace, folder_of};
 use sidecar_core::protocol;
 
 use crate::evaluation::statistics::Statistics;
@@ -112,6 +112,8 @@ impl Record {
     }
 }
 
+const LOCK: &str = "lock";
+
 /// The lock of a work folder.
 struct Lock(File);
 
@@ -124,7 +126,7 @@ impl Drop for Lock {
 }
 
 fn lock(folder: &Path) -> Result<Lock> {
-    let path = folder.join("lock");
+    let path = folder.join(LOCK);
     let explain = || format!("cannot lock {}", path.display());
     let file = files::append(&path).with_context(explain)?;
     match file.try_lock() {
@@ -139,8 +141,11 @@ fn lock(folder: &Path) -> Result<Lock> {
 
 /// Compares the parameters with those of the earlier measurements; keeps them if there are none.
 fn check_parameters(path: &Path, parameters: &BTreeMap<&str, String>) -> Result<()> {
-    let Ok(text) = fs::read_to_string(path) else {
-        return write_atomically(path, serde_json::to_string_pretty(parameters)?.as_bytes());
+    let text = match fs::read_to_string(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            return write_atomically(path, serde_json::to_string_pretty(parameters)?.as_bytes());
+        }
+        text => text.with_context(|| format!("cannot read {}", path.display()))?,
     };
     let earlier: BTreeMap<String, String> = serde_json::from_str(&text)
         .with_context(|| format!("{} is damaged: remove its folder", path.display()))?;
@@ -159,7 +164,7 @@ fn check_parameters(path: &Path, parameters: &BTreeMap<&str, String>) -> Result<
 pub fn write_atomically(path: &Path, content: &[u8]) -> Result<()> {
     let written = files::beside(path).and_then(|mut file| {
         file.write_all(content)?;
-        files::persist(file, path, |_| true)
+        files::persist(file, path, Replace::Any)
     });
     written.with_context(|| format!("cannot write {}", path.display()))?;
     Ok(())
@@ -170,9 +175,13 @@ pub fn make_folder(path: &Path) -> Result<PathBuf> {
     let made = fs::create_dir_all(path).and_then(|()| {
         let found = fs::metadata(path)?;
         files::check_owner(&found)?;
-        match found.permissions().mode() & 0o002 {
-            0 => path.canonicalize(),
-            _ => Err(std::io::Error::other("all users can write in it")),
+        if found.permissions().mode() & 0o002 != 0 {
+            return Err(io::Error::other("all users can write in it"));
+        }
+        // Its files are replaced. The lock is the first one.
+        match fs::read_dir(path)?.next().is_none() || path.join(LOCK).exists() {
+            true => path.canonicalize(),
+            false => Err(io::Error::other("it has other files")),
         }
     });
     made.with_context(|| {

@@ -11,7 +11,7 @@ use sidecar_core::reload::check_tensor;
 use super::mix::Mix;
 use super::model::{Tensor, find};
 use super::sweep::{Plan, Sweep};
-use crate::output::{NewFile, write_model};
+use crate::output::{NewFile, Outputs, write_model};
 
 /// The alignment that `llama-quantize` uses.
 const ALIGNMENT: u32 = 32;
@@ -86,7 +86,13 @@ fn shortened(text: &str) -> &str {
 }
 
 /// Writes a model. Its path has the old content, or all of the new.
-pub fn write(plan: &Plan<'_>, mix: &Mix<'_>, sweep: &mut Sweep<'_>, path: &Path) -> Result<()> {
+pub fn write(
+    plan: &Plan<'_>,
+    mix: &Mix<'_>,
+    sweep: &mut Sweep<'_>,
+    path: &Path,
+    outputs: Outputs,
+) -> Result<()> {
     let mut sources: BTreeMap<usize, Vec<GgufFile>> = BTreeMap::new();
     for candidate in mix.parts.iter().filter_map(|part| part.candidate) {
         if let std::collections::btree_map::Entry::Vacant(entry) = sources.entry(candidate) {
@@ -118,6 +124,6 @@ pub fn write(plan: &Plan<'_>, mix: &Mix<'_>, sweep: &mut Sweep<'_>, path: &Path)
         alignment: ALIGNMENT.into(),
         tensors,
     }];
-    write_model(file, |path| plan.program.try_model(path))?;
+    write_model(file, outputs, |path| plan.program.try_model(path))?;
     Ok(())
 }

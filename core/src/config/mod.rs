@@ -36,7 +36,8 @@ use std::time::Duration;
 use log::LevelFilter;
 use once_cell::sync::Lazy;
 
-use crate::{descriptors, files};
+use crate::descriptors;
+use crate::files::{self, Replace};
 use values::Values;
 use variables::{is_on, level, utf8};
 
@@ -190,7 +191,7 @@ impl Config {
         ];
         let sentence = |(name, path): (&str, &Option<PathBuf>)| {
             let path = path.as_deref()?;
-            let why = files::check(path).err()?;
+            let why = files::check(path, b"", Replace::Own).err()?;
             let (title, path) = (Variable::title_of(name), path.display());
             Some(format!("{title}: cannot write {path}: {why}"))
         };

@@ -1,5 +1,6 @@
 //! Counts as JSON, CSV and text.
 
+use std::cell::Cell;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -10,7 +11,8 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::experts::MAX_LAYERS;
-use crate::{files, text};
+use crate::files::{self, Replace};
+use crate::text;
 
 use super::formats::to_activations;
 use super::locality::{Locality, Window};
@@ -33,6 +35,11 @@ use super::snapshot::{LayerCounts, Snapshot};
 /// | `locality` | [`Locality`]: `first`, `lru`, `lfu` (curves), `window`: `tokens`, `first`, `lru`, `best` |
 /// | `total_tokens`, `expert_activations`, `per_layer` | the same counts by number, see [`to_activations`] |
 pub const SCHEMA: &str = "llama-sidecar/expert-trace/1";
+
+/// The largest sum of all numbers of a trace that is read: JSON has larger ones only rounded.
+const MOST_COUNTS: u64 = 1 << 53;
+/// The largest expert of a trace that is read.
+const MOST_BYTES: u64 = 1 << 40;
 
 /// Returns counts as JSON, in the format [`SCHEMA`].
 pub fn to_json(meta: &ModelMeta, snapshot: &Snapshot) -> Value {
@@ -108,9 +115,15 @@ pub fn from_json(json: &Value) -> Result<(ModelMeta, Snapshot), String> {
     }
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    // Readers add counts in any order.
+    let all = Cell::new(0);
     let number = |value: &Value, what: &str| {
         let found = value.as_u64();
-        found.ok_or_else(|| format!("expected a count as {what}, found {value}"))
+        let found = found.ok_or_else(|| format!("expected a count as {what}, found {value}"))?;
+        let sum = found.checked_add(all.get());
+        let sum = sum.filter(|sum| *sum <= MOST_COUNTS);
+        all.set(sum.ok_or_else(|| format!("the counts of {what} exceed {MOST_COUNTS}"))?);
+        Ok(found)
     };
     let model = &json["model"];
     let files = list(&model["files"])
@@ -154,6 +167,9 @@ pub fn from_json(json: &Value) -> Result<(ModelMeta, Snapshot), String> {
             format!("expected a layer's number below {MAX_LAYERS}, found {number_of}")
         })?;
         if let Some(bytes) = layer["expert_bytes"].as_u64() {
+            if bytes > MOST_BYTES {
+                return Err(format!("an expert of {bytes} bytes exceeds {MOST_BYTES}"));
+            }
             expert_bytes.insert(number_of, bytes);
         }
         layers.push(LayerCounts {
@@ -220,11 +236,9 @@ pub fn numbered(path: &Path, number: usize) -> PathBuf {
     path.with_file_name(name)
 }
 
-/// Writes a text to a file; an earlier file is kept, as the log states. See [`files::write`].
+/// Writes a text to a file. Only an earlier output is replaced: see [`files::write`].
 pub fn write_text(path: &Path, text: &str) -> std::io::Result<()> {
-    let kept = files::write(path, text.as_bytes(), |_| false)?;
-    files::log_kept(path, kept.as_deref());
-    Ok(())
+    files::write(path, text.as_bytes(), Replace::Own)
 }
 
 /// Returns a readable summary: the used experts of all layers, the most used first, and with

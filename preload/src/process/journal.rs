@@ -9,6 +9,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use parking_lot::Mutex;
 use sidecar_core::config::Config;
 use sidecar_core::descriptors::{self, Kept};
+use sidecar_core::files;
 use sidecar_core::protocol::{self, Entry, Event};
 
 /// Runs when the library is loaded, in every program of a command: the first event shows that
@@ -54,13 +55,14 @@ fn write(event: impl FnOnce() -> Event, is_wanted: impl FnOnce(&str) -> bool) {
     }
     let mut options = OpenOptions::new();
     options
+        .read(true)
         .append(true)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
     // In one write, because other processes of the command append too. The command may have
     // ended: a failed write is ignored.
     let _ = descriptors::open(&options, path)
         .and_then(Kept::new)
-        .and_then(|file| match file.get()?.metadata()?.is_file() {
+        .and_then(|file| match files::goes_on(file.get()?, br#"{"pid":"#)? {
             true => file.write_all(line.as_bytes()),
             false => Ok(()),
         });

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use sidecar_core::config::Config;
-use sidecar_core::files;
+use sidecar_core::files::{self, Replace};
 use sidecar_core::logger::REQUESTED;
 use sidecar_core::protocol::NoEffect;
 use sidecar_core::reload::{Outcome, Report};
@@ -137,11 +137,8 @@ impl Status {
             return;
         };
         let line = format!("{} {} {}\n", self.state, self.iteration, self.sequence);
-        match files::write(path, line.as_bytes(), is_status) {
-            Ok(kept) => {
-                (self.written, self.failed) = (true, false);
-                files::log_kept(path, kept.as_deref());
-            }
+        match files::write(path, line.as_bytes(), Replace::Own) {
+            Ok(()) => (self.written, self.failed) = (true, false),
             Err(error) if !self.failed => {
                 self.failed = true;
                 log::error!(
@@ -152,14 +149,6 @@ impl Status {
             Err(_) => {}
         }
     }
-}
-
-/// Whether a file starts with a status: one of an earlier process may go.
-fn is_status(start: &[u8]) -> bool {
-    let states = ["computing ", "done ", "reload_failed ", "exiting "];
-    states
-        .iter()
-        .any(|state| start.starts_with(state.as_bytes()))
 }
 
 /// A command of the driver.
@@ -360,12 +349,6 @@ mod tests {
         ] {
             assert_eq!(parse(line), command, "{line}");
         }
-    }
-
-    #[test]
-    fn a_status_of_an_earlier_process_may_go() {
-        assert!(is_status(b"done 12 7\n") && is_status(b"reload_failed 1 7\n"));
-        assert!(!is_status(b"") && !is_status(b"done") && !is_status(b"{\"done\": 1}"));
     }
 
     #[test]

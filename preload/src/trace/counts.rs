@@ -27,6 +27,7 @@ use parking_lot::{Mutex, RwLock};
 use serde_json::Value;
 use sidecar_core::config::Config;
 use sidecar_core::experts::{ExpertIndex, ExpertName};
+use sidecar_core::files;
 use sidecar_core::gguf::FileId;
 use sidecar_core::logger::print;
 use sidecar_core::protocol::{Event, NoEffect, Uncounted};
@@ -809,9 +810,11 @@ fn write_outputs(traces: &[Arc<ModelTrace>], at_end: bool) -> Vec<PathBuf> {
         if !trace.is_changed.swap(false, Ordering::Relaxed) && !at_end {
             continue;
         }
-        let path = numbered(output, number);
+        let mut path = numbered(output, number);
         let counts = trace.counters.snapshot_with_locality();
-        let written = write(&path, &trace.about(), &counts);
+        let about = trace.about();
+        let written = files::at_free_name(&path, |path| write(path, &about, &counts));
+        let written = written.map(|(name, ())| path = name);
         let failed = written.is_err();
         let had_failed = trace.has_failed.swap(failed, Ordering::Relaxed);
         // A failure is reported once until it is written, and at the end.

@@ -10,13 +10,14 @@
 
 use std::collections::TryReserveError;
 use std::io::ErrorKind;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, RwLock};
 use sidecar_core::config::{Config, Variable};
+use sidecar_core::files;
 use sidecar_core::protocol::{Event, NoEffect};
 use sidecar_core::trace::{Ids, NOT_ROUTED, RouteLayout, RouteWriter};
 
@@ -103,6 +104,8 @@ struct Output {
     /// The rows that are written now.
     taken: Pending,
     writer: Option<RouteWriter>,
+    /// Where it writes.
+    path: Option<PathBuf>,
     /// The first failure.
     error: Option<String>,
     /// Tokens that were dropped without a file.
@@ -357,7 +360,12 @@ impl Queue {
         let tokens = output.writer.as_ref().map_or(0, RouteWriter::tokens);
         if tokens + output.missing() > 0 {
             journal::note(|| Event::Routes {
-                path: self.path.display().to_string(),
+                path: output
+                    .path
+                    .as_ref()
+                    .unwrap_or(&self.path)
+                    .display()
+                    .to_string(),
                 tokens,
                 dropped: output.missing(),
                 error: output.error.clone(),
@@ -369,8 +377,10 @@ impl Queue {
 impl Output {
     fn write(&mut self, queue: &Queue) {
         if self.writer.is_none() && !self.is_refused {
-            match RouteWriter::create(&queue.path, queue.layout.clone()) {
-                Ok(mut writer) => {
+            let create = |path: &Path| RouteWriter::create(path, queue.layout.clone());
+            match files::at_free_name(&queue.path, create) {
+                Ok((path, mut writer)) => {
+                    self.path = Some(path);
                     writer.dropped(std::mem::take(&mut self.dropped));
                     self.writer = Some(writer);
                 }

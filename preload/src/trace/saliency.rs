@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use parking_lot::RwLock;
 use sidecar_core::config::{Config, Variable};
+use sidecar_core::files;
 use sidecar_core::protocol::NoEffect;
 use sidecar_core::trace;
 use sidecar_core::trace::{ExpertLayout, Ids, ModelMeta, norm};
@@ -82,7 +83,9 @@ impl ModelSaliency {
 
     fn write(&self) {
         let json = self.sums.to_json(&self.about);
-        if let Err(error) = trace::write_text(&self.path, &format!("{json:#}\n")) {
+        let text = format!("{json:#}\n");
+        let written = files::at_free_name(&self.path, |path| trace::write_text(path, &text));
+        if let Err(error) = written {
             log::error!(
                 "{}: cannot write {}: {error}; choose another path",
                 Variable::title_of("LLAMA_EXPERT_TRACE_SALIENCY"),

@@ -1,8 +1,7 @@
 //! Writing of routes.
 
-use std::ffi::OsString;
 use std::io::{self, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde_json::json;
 
@@ -10,7 +9,11 @@ use super::layout::{
     DROPPED, LONGEST_MARK, MARK, NOT_ROUTED, NPY_HEADER, ROWS, RouteFormat, RouteLayout,
 };
 use crate::descriptors::Kept;
-use crate::{files, protocol};
+use crate::files::{self, Replace};
+use crate::protocol;
+
+/// How marks start.
+const MARKS: &[u8] = br#"{"token":0,"mark":"#;
 
 /// A file to which whole pieces are appended.
 #[derive(Debug)]
@@ -24,11 +27,15 @@ impl Output {
     /// Creates a file that starts with these bytes. Another process that writes to it keeps it:
     /// the error has the kind `ResourceBusy`.
     fn create(path: &Path, start: &[u8]) -> io::Result<Output> {
-        let (file, kept) = files::create(path, |_| false)?;
-        files::log_kept(path, kept.as_deref());
-        let mut output = Output { file, end: 0 };
+        let mut output = Output::new(path, start)?;
         output.append(start)?;
         Ok(output)
+    }
+
+    /// Creates an empty file that will start like this.
+    fn new(path: &Path, start: &[u8]) -> io::Result<Output> {
+        let file = files::create(path, start, Replace::Own)?;
+        Ok(Output { file, end: 0 })
     }
 
     fn append(&mut self, bytes: &[u8]) -> io::Result<()> {
@@ -49,10 +56,10 @@ impl Output {
 }
 
 /// Returns a path with an ending after its extension.
-pub(super) fn beside(path: &Path, ending: &str) -> OsString {
+pub(super) fn beside(path: &Path, ending: &str) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(ending);
-    name
+    name.into()
 }
 
 /// Writes a file of routes. A failed call leaves the complete tokens before it, and the next call
@@ -94,7 +101,8 @@ pub struct RouteWriter {
 }
 
 impl RouteWriter {
-    /// Creates the files of a path, in the format of its extension.
+    /// Creates the files of a path, in the format of its extension, or none. Files that are there
+    /// are replaced if they are routes; see [`files::create`].
     pub fn create(path: &Path, layout: RouteLayout) -> io::Result<RouteWriter> {
         let format = RouteFormat::of(path);
         let start = match format {
@@ -103,14 +111,30 @@ impl RouteWriter {
             RouteFormat::Csv => b"layer,expert\n".to_vec(),
             RouteFormat::Binary => layout.header(),
         };
-        // First, because it can be refused.
+        let of_weights = npy_header("<f4", 0, &layout);
+        let weights = beside(path, ".weights.npy");
+        let marks = beside(path, ".marks.jsonl");
+        let has_weights = format == RouteFormat::Npy && layout.weights;
+        let has_marks = format != RouteFormat::Binary;
+        // Other programs write arrays and tables that start so, and no marks beside them.
+        let replace = match has_marks && !marks.exists() {
+            true => Replace::Nothing,
+            false => Replace::Own,
+        };
+        // All of them first, so that none is made if another one is refused.
+        let mut files = vec![(path, &start[..], replace)];
+        files.extend(has_weights.then_some((&*weights, &of_weights[..], replace)));
+        files.extend(has_marks.then_some((&*marks, MARKS, Replace::Own)));
+        for (path, start, replace) in files {
+            match files::check(path, start, replace) {
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Err(error),
+                // With the error of the file itself.
+                _ => {}
+            }
+        }
         let routes = Output::create(path, &start)?;
-        let weights = (format == RouteFormat::Npy && layout.weights).then(|| {
-            let path = beside(path, ".weights.npy");
-            Output::create(Path::new(&path), &npy_header("<f4", 0, &layout))
-        });
-        let marks = (format != RouteFormat::Binary)
-            .then(|| Output::create(Path::new(&beside(path, ".marks.jsonl")), &[]));
+        let weights = has_weights.then(|| Output::create(&weights, &of_weights));
+        let marks = has_marks.then(|| Output::new(&marks, MARKS));
         Ok(RouteWriter {
             format,
             routes,
