@@ -55,7 +55,7 @@ mod types;
 mod value;
 mod write;
 
-pub use companions::{companions, group};
+pub use companions::{companions, group, is_scale};
 pub use error::{FormatError, ParseError};
 pub use file::{Access, FileId, GgufFile, OpenError, Source};
 pub use header::{DEFAULT_ALIGNMENT, Header};

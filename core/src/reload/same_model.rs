@@ -46,9 +46,21 @@ impl LoadedModel {
         }
     }
 
-    /// Returns why the files of a source have no bytes for a tensor with this name and shape; `None`
-    /// when they have. `path` is the path of the source for messages.
+    /// Returns why the files of a source have no bytes for a tensor with this name and shape, or not the
+    /// same companions; `None` when they have. `path` is the path of the source for messages.
     pub fn misfit(
+        &self,
+        source: &[GgufFile],
+        path: &Path,
+        name: &CStr,
+        ne: &[u64; 4],
+    ) -> Option<String> {
+        let alone = self.misfit_alone(source, path, name, ne);
+        alone.or_else(|| self.other_companions(source, path, name))
+    }
+
+    /// Returns the same of a tensor without its companions.
+    pub fn misfit_alone(
         &self,
         source: &[GgufFile],
         path: &Path,
@@ -73,15 +85,22 @@ impl LoadedModel {
         {
             return Some(format!("{path}: {difference}: {NEXT}"));
         }
+        None
+    }
+
+    /// Returns which companion only one of the model and a source has, in words.
+    fn other_companions(&self, source: &[GgufFile], path: &Path, name: &CStr) -> Option<String> {
+        let (text, path) = (name.to_string_lossy(), path.display());
         let own = |name: &CStr| self.0.iter().any(|file| file.header.find(name).is_some());
+        let theirs = |name: &CStr| source.iter().any(|file| file.header.find(name).is_some());
         companions(name).find_map(|companion| {
-            let scale = companion.to_string_lossy();
-            match (own(&companion), find(&companion).is_some()) {
+            let with = companion.to_string_lossy();
+            match (own(&companion), theirs(&companion)) {
                 (true, false) => Some(format!(
-                    "tensor '{text}' is used with '{scale}' in the model, and {path} has no such tensor: name a version of the model that has it"
+                    "tensor '{text}' is used with '{with}' in the model, and {path} has no such tensor: name a version of the model that has it"
                 )),
                 (false, true) => Some(format!(
-                    "tensor '{text}' is used with '{scale}' in {path}, and the model has no such tensor: name a version of the model without it"
+                    "tensor '{text}' is used with '{with}' in {path}, and the model has no such tensor: name a version of the model without it"
                 )),
                 _ => None,
             }
