@@ -60,7 +60,7 @@ pub use error::{FormatError, ParseError};
 pub use file::{Access, FileId, GgufFile, OpenError, Source};
 pub use header::{DEFAULT_ALIGNMENT, Header};
 pub use pattern::NamePattern;
-pub use purpose::{Purpose, places_elements};
+pub use purpose::{Purpose, has_one_type, places_elements};
 pub use scales::{ScaleClass, ScaleFormat};
 pub use shards::{new_paths, open_model, shard_name};
 pub use tensor::{TensorInfo, strides};
