@@ -83,7 +83,7 @@ mod tests {
             (c"blk.3.ffn.act.scales", c"blk.3.ffn_down.weight"),
         ] {
             assert_eq!(group(companion).next().as_deref(), Some(weight));
-            assert!(companions(weight).any(|name| &*name == companion));
+            assert!(companions(weight).any(|name| *name == *companion));
         }
         assert!(!companions(c"blk.3.ffn_up.weight").any(|name| name.to_bytes().ends_with(b"s")));
     }
