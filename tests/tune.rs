@@ -659,7 +659,11 @@ fn times_4(data: &mut [u8]) {
 #[test]
 fn a_model_with_scales_is_tuned_with_a_reference_that_has_none() {
     let small = Small::new();
-    let (scaled, nvfp4, work) = (small.path("n.gguf"), small.path("nv.gguf"), small.path("work"));
+    let (scaled, nvfp4, work) = (
+        small.path("n.gguf"),
+        small.path("nv.gguf"),
+        small.path("work"),
+    );
     let mut gguf = models::read(&small.model);
     let mut scales = Vec::new();
     for of in &mut gguf.tensors {
