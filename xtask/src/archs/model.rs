@@ -173,3 +173,13 @@ impl Model {
         Ok((ty, data))
     }
 }
+
+/// Returns the name of a tensor without the number of its layer.
+pub fn generic(name: &str) -> String {
+    let parts = name.split('.');
+    let parts = parts.map(|part| match part.parse::<u32>() {
+        Ok(_) => "N",
+        Err(_) => part,
+    });
+    parts.collect::<Vec<_>>().join(".")
+}

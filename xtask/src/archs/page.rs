@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 use super::masks::{Cut, Outcome as Masked, TOLERANCE};
-use super::model::Change;
+use super::model::{Change, generic};
 use super::models::Form;
 use super::modes::MODES;
 use super::reloads::KINDS;
@@ -264,14 +264,4 @@ fn some(names: &BTreeSet<String>) -> String {
         0 => first.join(", "),
         more => format!("{} and {more} more", first.join(", ")),
     }
-}
-
-/// Returns the name of a tensor without the number of its layer.
-pub fn generic(name: &str) -> String {
-    let parts = name.split('.');
-    let parts = parts.map(|part| match part.parse::<u32>() {
-        Ok(_) => "N",
-        Err(_) => part,
-    });
-    parts.collect::<Vec<_>>().join(".")
 }

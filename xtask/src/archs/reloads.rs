@@ -8,8 +8,7 @@ use serde_json::json;
 use testkit::architectures::{Device, Process};
 use testkit::host::DropIn;
 
-use super::model::Model;
-use super::page::generic;
+use super::model::{Model, generic};
 
 /// A change of a file, and what a reload does with it.
 pub struct Kind {
