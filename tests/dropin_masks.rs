@@ -521,6 +521,27 @@ fn a_mask_leaves_as_many_experts_as_the_program_uses() {
 }
 
 #[test]
+fn a_number_of_experts_that_grows_after_a_mask_is_reported() {
+    let mut host = masking_host(&fixture("small-moe.gguf"), &[]);
+    let all: Vec<u32> = (0..8).collect();
+    assert_eq!(refusal(&host, &all[..5]), None);
+    let status = |host: &Host| host.control("status")["no_effect"].to_string();
+    let sentence = "layer 0 would have 3 experts to choose from, and a token uses 4: leave more";
+    assert!(!status(&host).contains("would have"), "{}", status(&host));
+    assert_eq!(host.ask("use 4 2 4"), "set");
+    host.text(2);
+    assert!(status(&host).contains(sentence), "{}", status(&host));
+    host.wait_logged(sentence, 1);
+    // The largest number counts: another context may have it.
+    assert_eq!(host.ask("use 4 4 2"), "set");
+    host.text(2);
+    assert!(refusal(&host, &all[..5]).is_some_and(|why| why.contains(sentence)));
+    assert_eq!(refusal(&host, &all[..4]), None);
+    assert!(!status(&host).contains("would have"), "{}", status(&host));
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
 fn a_number_of_experts_for_each_layer_is_read() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("model.gguf");

@@ -1,6 +1,8 @@
 //! `llama-sidecar tune`: quantised bytes and figures are those of llama-quantize and of new
 //! processes of llama-perplexity, and an interrupted command continues.
 
+mod models;
+
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -15,6 +17,7 @@ use testkit::fixtures::fixture;
 use testkit::host::built;
 use testkit::mixtures::{EXPERTS, GROUPS, Mixture, never_choose};
 use testkit::server::{self, llama, llama_cpp};
+use testkit::writer::{F32, Tensor};
 
 /// Text with more tokens than the chunks.
 const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/hot-swap.md");
@@ -640,4 +643,78 @@ fn layers_that_predict_further_tokens_stay_as_they_are() {
         !output.status.success() && error.contains("name other tensors"),
         "{error}"
     );
+}
+
+/// Multiplies numbers in F16 by 4.
+fn times_4(data: &mut [u8]) {
+    for number in data.chunks_exact_mut(2) {
+        // Two more in the exponent; subnormal numbers and zero stay as they are.
+        if number[1] & 0x7c != 0 {
+            number[1] += 2 << 2;
+        }
+    }
+}
+
+/// As converters write NVFP4: the weight without its scale, and the scale beside it.
+#[test]
+fn a_model_with_scales_is_tuned_with_a_reference_that_has_none() {
+    let small = Small::new();
+    let (scaled, nvfp4, work) = (
+        small.path("n.gguf"),
+        small.path("nv.gguf"),
+        small.path("work"),
+    );
+    let mut gguf = models::read(&small.model);
+    let mut scales = Vec::new();
+    for of in &mut gguf.tensors {
+        if of.name.contains("ffn_up.weight") || of.name.contains("ffn_down.weight") {
+            times_4(&mut of.data);
+            scales.push(Tensor {
+                name: of.name.replace(".weight", ".scale"),
+                ne: vec![1],
+                ty: F32,
+                data: 0.25f32.to_le_bytes().to_vec(),
+            });
+        }
+    }
+    gguf.tensors.extend(scales);
+    gguf.write(&scaled).expect("free space");
+    fs::copy(&scaled, &nvfp4).expect("free space");
+    const WEIGHTS: &str = r"blk\.\d+\.ffn_(up|down)\.weight";
+    let swap = |model: &Path, from: &Path, ty: &str| {
+        let folder = llama_cpp("llama-quantize");
+        let mut command = Command::new(built("release/llama-sidecar"));
+        command.env("PATH", folder.parent().expect("a folder"));
+        command.arg("swap").arg(model).args(["--tensor", WEIGHTS]);
+        done(command.arg("--from").arg(from).args(["--as", ty]));
+    };
+    swap(&nvfp4, &scaled, "nvfp4");
+    assert_eq!(tensors(&nvfp4)["blk.0.ffn_up.weight"].0, "nvfp4");
+    let written = small.path("o.gguf");
+    let text = |path: &Path| path.to_str().expect("text").to_owned();
+    let arguments = [
+        "--reference",
+        &text(&small.model),
+        "--types",
+        "q8_0",
+        "--only",
+        WEIGHTS,
+        "--size",
+        "1G",
+        "--json",
+        "--write",
+        &text(&written),
+    ];
+    let output = done(&mut measure(&nvfp4, &work, &arguments));
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let base = work.join("base.logits");
+    assert_eq!(figures(&report["baseline"]), fresh(&nvfp4, &base));
+    // All as q8_0, in a model that has no scales, and in the one that is written.
+    let expected = small.path("e.gguf");
+    fs::copy(&small.model, &expected).expect("free space");
+    swap(&expected, &small.model, "q8_0");
+    let found = figures(&report["recipe"]["statistics"]);
+    assert!(found[0][0] < figures(&report["baseline"])[0][0], "{report}");
+    assert_eq!(found, fresh(&expected, &base));
+    assert_eq!(found, fresh(&written, &base));
 }

@@ -6,6 +6,8 @@
 //
 //   reload    calls llama_reload_changed_tensors where a library has it, as programs
 //             made for ik_llama.cpp do
+//   use LAYERS USED NEW
+//             lets a token use NEW experts, instead of USED, in each of the layers of the model
 //   warmup    evaluates the prompt in the warm-up mode of llama.cpp
 //   force N   evaluates the next N tokens of a fixed text, one at a time; the answer
 //             has the ms of a token, its major page faults and a hash of all logits
@@ -24,6 +26,7 @@
 // HOST_OVERRIDE replaces a number of the metadata, as llama.cpp's flag --override-kv does: KEY=NUMBER.
 #include <fcntl.h>
 #include <inttypes.h>
+#include <malloc.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -295,6 +298,30 @@ static void cycle(const char * path, int count) {
     puts("cycled");
 }
 
+// Writes the numbers of experts that a token uses in each layer: the model's struct has a list of them, with
+// zeros for layers that the model lacks.
+static void use(const char * numbers) {
+    uint32_t layers, used, new;
+    uint32_t * words = (uint32_t *) model;
+    const size_t count = malloc_usable_size(model) / sizeof(*words);
+    if (sscanf(numbers, "%" SCNu32 " %" SCNu32 " %" SCNu32, &layers, &used, &new) == 3) {
+        for (size_t at = 1; at + layers < count; at++) {
+            uint32_t equal = 0;
+            while (equal < layers && words[at + equal] == used) {
+                equal++;
+            }
+            if (equal == layers && words[at - 1] == 0 && words[at + layers] == 0) {
+                while (equal-- > 0) {
+                    words[at + equal] = new;
+                }
+                puts("set");
+                return;
+            }
+        }
+    }
+    puts("not found");
+}
+
 static void close_all(const char * path) {
     int closed = 0;
     for (int number = 3; number < 1024; number++) {
@@ -356,6 +383,8 @@ int main(int argc, char ** argv) {
             puts("freed");
         } else if (strcmp(line, "cycle") == 0) {
             cycle(argv[2], atoi(argument));
+        } else if (strcmp(line, "use") == 0) {
+            use(argument);
         } else if (strcmp(line, "close") == 0) {
             close_all(argument);
         } else if (strcmp(line, "load") == 0) {

@@ -5,11 +5,13 @@ use std::sync::Arc;
 use sidecar_core::config::Config;
 use sidecar_core::experts::Routing;
 use sidecar_core::protocol::{LayerMask, NoEffect};
+use sidecar_core::text;
 
 use crate::program::barrier::{self, ModelSet};
 use crate::program::capability::{Capability, Effect, Ended};
 use crate::program::masks::{self, Mask};
 use crate::program::models::{self, Model};
+use crate::program::sched::{Allocated, Scheduler};
 
 static EFFECT: Effect = Effect::of(NoEffect::MASKS);
 static ENDED: Ended = Ended::of(NoEffect::MASKS);
@@ -40,8 +42,18 @@ impl Capability for ExpertMasks {
         masks::model_freed(model);
     }
 
+    fn graph_allocated(&self, _: &Scheduler, _: &Allocated, _keeps: bool) {
+        if models::take_more_experts_used() {
+            for sentence in too_few() {
+                log::error!("{sentence}");
+            }
+        }
+    }
+
     fn no_effect(&self) -> Vec<NoEffect> {
         let mut missing = EFFECT.missing(|| format!("--expert-masks: {NO_ROUTERS}"));
+        let too_few = too_few().into_iter();
+        missing.extend(too_few.map(|sentence| EFFECT.report(sentence, false)));
         missing.extend(ENDED.reports());
         missing
     }
@@ -100,6 +112,9 @@ pub fn set(requested: &[LayerMask], clear: bool) -> Result<(), String> {
             ));
         }
         let used = in_force.get(layer).copied();
+        let used = used.ok_or_else(|| {
+            format!("no graph of the program reads the experts of layer {layer}: mask them after an evaluation with that layer")
+        })?;
         check(&routing, used, mask, &experts)?;
         next.push((mask.clone(), experts));
     }
@@ -139,14 +154,29 @@ fn set_between(model: &Arc<Model>, next: Vec<(Arc<Mask>, Vec<u32>)>) -> Result<(
         .map_err(str::to_owned)
 }
 
-/// Fails unless experts are chosen by their scores, and as many as a token `uses` are left, whichever groups are chosen.
-fn check(routing: &Routing, uses: Option<u64>, mask: &Mask, masked: &[u32]) -> Result<(), String> {
-    let layer = mask.layer;
-    let Some(used) = uses else {
-        return Err(format!(
-            "no graph of the program reads the experts of layer {layer}: mask them after an evaluation with that layer"
-        ));
+/// Returns for each model why its masks do not hold any more, if so: the program uses more experts than when
+/// they were set.
+fn too_few() -> Vec<String> {
+    let models = models::models().into_iter();
+    let sentence = |model: Arc<Model>| {
+        let routing = Routing::of(model.files.iter().map(|file| &file.gguf));
+        let in_force = model.experts_used();
+        let why = masks::of_model(&model).into_iter().find_map(|mask| {
+            let (masked, used) = (mask.masked(), in_force.get(&mask.layer).copied());
+            let is_masked = used.is_some() && !masked.is_empty();
+            check(&routing, used.filter(|_| is_masked)?, &mask, &masked).err()
+        });
+        let path = text::path(&model.path);
+        why.map(|why| {
+            format!("{path}: a token uses more experts than when experts were masked, and masked ones are chosen: {why}")
+        })
     };
+    models.filter_map(sentence).collect()
+}
+
+/// Fails unless experts are chosen by their scores, and as many as a token `uses` are left, whichever groups are chosen.
+fn check(routing: &Routing, used: u64, mask: &Mask, masked: &[u32]) -> Result<(), String> {
+    let layer = mask.layer;
     routing.check_layer(layer)?;
     routing.check_without(layer, used, mask.experts.into(), masked.iter().copied())
 }

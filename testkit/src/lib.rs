@@ -9,6 +9,7 @@
 //! | module | contents |
 //! |---|---|
 //! | `ik_llama_cpp` | programs of ik_llama.cpp from source |
+//! | `architectures` | models of many architectures, and processes that evaluate them |
 //! | `server`, `sim_ggml`, `slow_disk` | llama-server, driven through HTTP; a simulated GPU; an emulated disk |
 //! | `host` | programs that run llama.cpp, driven by a test |
 //! | `llama_cpp` | where programs of llama.cpp are |
@@ -17,6 +18,7 @@
 //! | `process`, `calls`, `memory_limit` | memory of a process; its system calls; a limit of its memory |
 //! | `caches`, `sim` | simulated caches of experts; the simulated CUDA driver |
 
+pub mod architectures;
 pub mod caches;
 pub mod calls;
 pub mod fixtures;

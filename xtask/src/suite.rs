@@ -287,6 +287,9 @@ pub fn hosts() -> Result<()> {
     fixtures::llama_node()?;
     cmake::build_loader()?;
     cmake::sim_ggml()?;
+    if !archs::unbuilt() {
+        cmake::build_architectures(None)?;
+    }
     cmake::build_hosts().map(|_| ())
 }
 
@@ -317,6 +320,7 @@ fn tests_from_source() -> Result<()> {
         "dropin_postfetch",
         "dropin_postfetch_models",
         "dropin_overlays",
+        "dropin_fresh_start",
     ];
     run(cargo_test(&files, 1).arg(FROM_SOURCE))
 }
@@ -350,7 +354,7 @@ pub fn long() -> Result<()> {
         .env(LONG.0, LONG.1)
         .env("LD_LIBRARY_PATH", cmake::sim_cuda()?))?;
     hosts()?;
-    run(serial_tests("dropin_fresh_start", &[]).env(LONG.0, LONG.1))?;
+    run(cargo_test(&["dropin_fresh_start"], 1).env(LONG.0, LONG.1))?;
     run(serial_tests("dropin", &["many_swaps"]).env("SWAPS", "400"))?;
     sanitize::fuzz(FUZZ_MINUTES)
 }

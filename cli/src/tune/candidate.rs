@@ -90,7 +90,7 @@ impl Candidate {
                 tensors.iter().map(of).collect()
             }
             Origin::Files(model) => {
-                let found = model.same_tensors(of, tensors)?;
+                let found = model.same_tensors(of, tensors, false)?;
                 let outcome = |found: &Tensor<'_>| Outcome {
                     ty: found.info.ty,
                     bytes: found.info.nbytes,

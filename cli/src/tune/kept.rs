@@ -4,6 +4,8 @@
 //! importance matrix, the ggml library and the names of the tensors. A file is written under
 //! another name first, so that a file with its name is complete.
 
+use std::collections::BTreeSet;
+use std::ffi::CString;
 use std::fs;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -12,7 +14,7 @@ use anyhow::{Context, Result, ensure};
 use ggml_quantize::{Ggml, Kind, convert};
 use indicatif::ProgressBar;
 use sidecar_core::files::{self, Replace};
-use sidecar_core::gguf::{GgufFile, HeaderWriter, TypeInfo, padding};
+use sidecar_core::gguf::{GgufFile, HeaderWriter, TypeInfo, companions, is_scale, padding};
 use sidecar_core::reload::{check_tensor, hash_bytes};
 
 use super::candidate::Outcome;
@@ -50,12 +52,32 @@ impl Quantizer<'_> {
         for companion in self.source.companions(tensors) {
             key += &format!(" {}", companion.name);
         }
+        for scale in self.further_scales(tensors) {
+            key += &format!(" {} of ones", scale.name);
+        }
         let hash = hash_bytes(key.as_bytes());
         self.folder.join(format!("{name}-{hash:032x}.gguf"))
     }
 
-    /// Quantises tensors of the source and returns the file that has them, with their scales. An
-    /// existing file is used.
+    /// Returns the scales of the model in use that belong to these tensors, and that the source lacks:
+    /// its weights are whole, as those that an NVFP4 model was made from.
+    fn further_scales(&self, tensors: &[Tensor<'_>]) -> Vec<Tensor<'_>> {
+        let names = tensors.iter().map(|of| of.file.header.name(of.info));
+        let names: BTreeSet<CString> = names.flat_map(companions).collect();
+        let has = |files: &[GgufFile], name: &CString| {
+            files.iter().any(|file| file.header.find(name).is_some())
+        };
+        let mut scales: Vec<Tensor<'_>> = self.in_use.iter().flat_map(Tensor::of_file).collect();
+        scales.retain(|of| {
+            let name = names.get(of.file.header.name(of.info));
+            let is_further = name.is_some_and(|name| !has(&self.source.files, name));
+            is_further && is_scale(of.name) && of.info.ty.name() == "f32"
+        });
+        scales
+    }
+
+    /// Quantises tensors of the source and returns the file that has them, with their scales and biases.
+    /// Scales that only the model in use has are ones. An existing file is used.
     pub fn make(
         &self,
         name: &str,
@@ -76,6 +98,7 @@ impl Quantizer<'_> {
         });
         let outcomes: Vec<Outcome> = outcomes.iter().copied().chain(of_companions).collect();
         let tensors: Vec<Tensor<'_>> = tensors.iter().copied().chain(companions).collect();
+        let ones = self.further_scales(&tensors);
         let explain = || format!("cannot quantise to {name} in {}", self.folder.display());
         fs::create_dir_all(self.folder).with_context(explain)?;
         let mut header = HeaderWriter::new(ALIGNMENT);
@@ -88,6 +111,10 @@ impl Quantizer<'_> {
                 outcome.ty.id,
                 outcome.bytes,
             )?;
+        }
+        for Tensor { name, info, .. } in &ones {
+            let extents = &info.ne[..info.n_dims as usize];
+            header.tensor(name.as_bytes(), extents, info.ty.id, info.nbytes)?;
         }
         let bytes = outcomes.iter().map(|outcome| outcome.bytes).sum();
         for need in Need::of([(path.as_path(), bytes)])? {
@@ -107,6 +134,13 @@ impl Quantizer<'_> {
             let zeros = vec![0; padding(outcome.bytes, ALIGNMENT.into()) as usize];
             out.write_all(&zeros).with_context(explain)?;
             bar.inc(elements(tensor.info));
+        }
+        for scale in &ones {
+            let count = elements(scale.info) as usize;
+            out.write_all(&1f32.to_le_bytes().repeat(count))
+                .with_context(explain)?;
+            let zeros = vec![0; padding(scale.info.nbytes, ALIGNMENT.into()) as usize];
+            out.write_all(&zeros).with_context(explain)?;
         }
         out.flush().with_context(explain)?;
         drop(out);

@@ -181,7 +181,7 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
         );
     }
     let tensors = model.computed(model.quantizable(options.only.as_ref())?)?;
-    let sources = source.same_tensors(&model, &tensors)?;
+    let sources = source.same_tensors(&model, &tensors, reference.is_some())?;
     let groups = match options.group.is_empty() {
         true => groups::by(&tensors, options.by),
         false => groups::by_regex(&tensors, &options.group)?,

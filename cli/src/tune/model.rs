@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use ggml_quantize::{Shape, rules};
 use regex::Regex;
 use sidecar_core::experts::Routing;
-use sidecar_core::gguf::{Access, GgufFile, TensorInfo, Value, companions, open_model};
+use sidecar_core::gguf::{Access, GgufFile, TensorInfo, Value, companions, is_scale, open_model};
 use sidecar_core::reload::{Hash, LoadedModel, hash_bytes, hash_source};
 
 use crate::output::progress;
@@ -112,21 +112,35 @@ impl Model {
     }
 
     /// Returns the tensors that have the names of tensors of another version of the model. Their
-    /// scales must be the same: a list of types has one for both.
-    pub fn same_tensors(&self, model: &Model, tensors: &[Tensor<'_>]) -> Result<Vec<Tensor<'_>>> {
+    /// companions must be the same: a list of types has one for both. With `may_lack_scales`, this model
+    /// may be one without the scales of the other, as an NVFP4 model is made from.
+    pub fn same_tensors(
+        &self,
+        model: &Model,
+        tensors: &[Tensor<'_>],
+        may_lack_scales: bool,
+    ) -> Result<Vec<Tensor<'_>>> {
         let loaded = LoadedModel::of(model.files.iter());
         let (own, theirs) = (self.by_name(), model.by_name());
         let find = |tensor: &Tensor<'_>| {
             let name = tensor.file.header.name(tensor.info);
-            if let Some(misfit) = loaded.misfit(&self.files, &self.path, name, &tensor.info.ne) {
+            let (path, ne) = (&self.path, &tensor.info.ne);
+            let misfit = match may_lack_scales {
+                true => loaded.misfit_alone(&self.files, path, name, ne),
+                false => loaded.misfit(&self.files, path, name, ne),
+            };
+            if let Some(misfit) = misfit {
                 bail!(misfit);
             }
             for companion in companions(name) {
                 let companion = companion.to_string_lossy();
+                if may_lack_scales && is_scale(&companion) && !own.contains_key(&*companion) {
+                    continue;
+                }
                 let hash = |of: Option<&Tensor<'_>>| of.map(Tensor::hash).transpose();
                 ensure!(
                     hash(own.get(&*companion))? == hash(theirs.get(&*companion))?,
-                    "{}: '{companion}', which is used with '{}', has other values in {}: pass a version of the model with the same scales",
+                    "{}: '{companion}', which is used with '{}', has other values in {}: pass a version of the model with the same values there",
                     self.path.display(),
                     tensor.name,
                     model.path.display()
@@ -139,7 +153,7 @@ impl Model {
         tensors.iter().map(find).collect()
     }
 
-    /// Returns the scales that belong to these tensors.
+    /// Returns the scales and biases that belong to these tensors.
     pub fn companions(&self, tensors: &[Tensor<'_>]) -> Vec<Tensor<'_>> {
         let names = tensors.iter().map(|of| of.file.header.name(of.info));
         let names: BTreeSet<CString> = names.flat_map(companions).collect();
@@ -189,7 +203,8 @@ impl Model {
 }
 
 impl<'a> Tensor<'a> {
-    fn of_file(file: &'a GgufFile) -> impl Iterator<Item = Tensor<'a>> {
+    /// Returns the tensors of a file.
+    pub fn of_file(file: &'a GgufFile) -> impl Iterator<Item = Tensor<'a>> {
         let with_name = move |info| {
             let name = file.header.name(info).to_str().ok()?;
             Some(Tensor { name, file, info })
@@ -272,15 +287,17 @@ mod tests {
         let tensors = model.quantizable(None).expect("a weight");
         assert_eq!(model.companions(&tensors).len(), 1);
         let refused = |reference: Model, with: &str| {
-            let same = reference.same_tensors(&model, &tensors);
+            let same = reference.same_tensors(&model, &tensors, false);
             let error = same.err().expect("other scales").to_string();
             assert!(error.contains(with), "{error}");
         };
-        refused(open("plain.gguf", None), "has no such tensor");
+        let plain = open("plain.gguf", None);
+        assert!(plain.same_tensors(&model, &tensors, true).is_ok());
+        refused(plain, "has no such tensor");
         refused(open("other.gguf", Some(2)), "'blk.0.ffn_up.scale'");
         let same = open("same.gguf", Some(1));
         let found = same
-            .same_tensors(&model, &tensors)
+            .same_tensors(&model, &tensors, false)
             .expect("the same scales");
         assert_eq!(found[0].name, "blk.0.ffn_up.weight");
     }

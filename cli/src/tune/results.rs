@@ -1,9 +1,10 @@
 //! What was measured, the recipe that follows, and uniform types for comparison.
 
 use std::collections::BTreeMap;
+use std::ffi::CString;
 
 use anyhow::{Context, Result, ensure};
-use sidecar_core::gguf::padded;
+use sidecar_core::gguf::{companions, padded};
 
 use super::groups::Group;
 use super::mix::{Mix, Part};
@@ -309,6 +310,15 @@ impl<'a> Results<'a> {
             .into_iter()
             .map(|of| (plan.tensors[of.tensor].name, of))
             .collect();
+        // Its companions come from where a weight comes from.
+        let companions: BTreeMap<CString, usize> = chosen
+            .values()
+            .flat_map(|of| {
+                let tensor = &plan.sources[of.tensor];
+                let names = companions(tensor.file.header.name(tensor.info));
+                names.map(|name| (name, of.candidate))
+            })
+            .collect();
         let mut elements = 0;
         let parts = plan.model.tensors().into_iter().map(|tensor| {
             let candidate = chosen.get(tensor.name);
@@ -318,7 +328,12 @@ impl<'a> Results<'a> {
             Ok(Part {
                 ty: outcome.map_or(tensor.info.ty, |outcome| outcome.ty),
                 bytes: plan.left(cut, &tensor, bytes)?,
-                candidate: candidate.map(|of| of.candidate),
+                candidate: match candidate {
+                    Some(of) => Some(of.candidate),
+                    None => companions
+                        .get(tensor.file.header.name(tensor.info))
+                        .copied(),
+                },
                 tensor,
             })
         });

@@ -55,12 +55,12 @@ mod types;
 mod value;
 mod write;
 
-pub use companions::{companions, group};
+pub use companions::{companions, group, is_scale};
 pub use error::{FormatError, ParseError};
 pub use file::{Access, FileId, GgufFile, OpenError, Source};
 pub use header::{DEFAULT_ALIGNMENT, Header};
 pub use pattern::NamePattern;
-pub use purpose::{Purpose, places_elements};
+pub use purpose::{Purpose, has_one_type, places_elements};
 pub use scales::{ScaleClass, ScaleFormat};
 pub use shards::{new_paths, open_model, shard_name};
 pub use tensor::{TensorInfo, strides};

@@ -26,6 +26,13 @@ const START: [&str; 4] = [
 /// Keys of the vocabulary that must fit the shapes of tensors.
 const SHAPES: [&str; 1] = ["tokenizer.ggml.token_type_count"];
 
+/// Keys that describe a file, and that the loader reads as a value of one type.
+const TYPED: [&str; 3] = [
+    "general.alignment",
+    "general.file_type",
+    "general.quantization_version",
+];
+
 /// Keys that describe a file.
 const DESCRIPTION: [&str; 24] = [
     "general.alignment",
@@ -91,6 +98,12 @@ impl Purpose {
     }
 }
 
+/// Returns whether llama.cpp loads no file in which this key has a value of another type.
+pub fn has_one_type(key: &[u8]) -> bool {
+    let is_typed = TYPED.iter().any(|name| key == name.as_bytes());
+    is_typed || Purpose::of(key) != Purpose::Description
+}
+
 /// Returns whether a key decides which element of a tensor stands where. A tensor of a model with
 /// another value means something else, although its shape is the same.
 pub fn places_elements(key: &[u8]) -> bool {
@@ -124,5 +137,9 @@ mod tests {
         }
         assert!(places_elements(b"qwen3.attention.head_count"));
         assert!(!places_elements(b"qwen3.rope.freq_base"));
+        assert!(
+            has_one_type(b"tokenizer.ggml.add_bos_token") && has_one_type(b"general.file_type")
+        );
+        assert!(!has_one_type(b"general.author"));
     }
 }

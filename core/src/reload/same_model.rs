@@ -9,7 +9,7 @@ use std::ffi::CStr;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::gguf::{GgufFile, Header, KeyValue, Purpose, companions, places_elements};
+use crate::gguf::{GgufFile, Header, KeyValue, Purpose, companions, has_one_type, places_elements};
 
 /// How many names a message has.
 const NAMED: usize = 3;
@@ -46,9 +46,21 @@ impl LoadedModel {
         }
     }
 
-    /// Returns why the files of a source have no bytes for a tensor with this name and shape; `None`
-    /// when they have. `path` is the path of the source for messages.
+    /// Returns why the files of a source have no bytes for a tensor with this name and shape, or not the
+    /// same companions; `None` when they have. `path` is the path of the source for messages.
     pub fn misfit(
+        &self,
+        source: &[GgufFile],
+        path: &Path,
+        name: &CStr,
+        ne: &[u64; 4],
+    ) -> Option<String> {
+        let alone = self.misfit_alone(source, path, name, ne);
+        alone.or_else(|| self.other_companions(source, path, name))
+    }
+
+    /// Returns the same of a tensor without its companions.
+    pub fn misfit_alone(
         &self,
         source: &[GgufFile],
         path: &Path,
@@ -73,15 +85,22 @@ impl LoadedModel {
         {
             return Some(format!("{path}: {difference}: {NEXT}"));
         }
+        None
+    }
+
+    /// Returns which companion only one of the model and a source has, in words.
+    fn other_companions(&self, source: &[GgufFile], path: &Path, name: &CStr) -> Option<String> {
+        let (text, path) = (name.to_string_lossy(), path.display());
         let own = |name: &CStr| self.0.iter().any(|file| file.header.find(name).is_some());
+        let theirs = |name: &CStr| source.iter().any(|file| file.header.find(name).is_some());
         companions(name).find_map(|companion| {
-            let scale = companion.to_string_lossy();
-            match (own(&companion), find(&companion).is_some()) {
+            let with = companion.to_string_lossy();
+            match (own(&companion), theirs(&companion)) {
                 (true, false) => Some(format!(
-                    "tensor '{text}' is used with '{scale}' in the model, and {path} has no such tensor: name a version of the model that has it"
+                    "tensor '{text}' is used with '{with}' in the model, and {path} has no such tensor: name a version of the model that has it"
                 )),
                 (false, true) => Some(format!(
-                    "tensor '{text}' is used with '{scale}' in {path}, and the model has no such tensor: name a version of the model without it"
+                    "tensor '{text}' is used with '{with}' in {path}, and the model has no such tensor: name a version of the model without it"
                 )),
                 _ => None,
             }
@@ -92,9 +111,9 @@ impl LoadedModel {
 impl Loaded {
     fn of(file: &GgufFile) -> Loaded {
         let keys = file.header.keys.iter().enumerate();
-        let computing = keys.filter(|(_, key)| Purpose::of(&key.name) == Purpose::Computes);
+        let named = keys.filter(|(_, key)| has_one_type(&key.name));
         Loaded {
-            shown: computing.map(|(at, key)| (at, file.shown(key))).collect(),
+            shown: named.map(|(at, key)| (at, file.shown(key))).collect(),
             header: file.header.clone(),
             is_further_shard: file.is_further_shard(),
         }
@@ -116,24 +135,34 @@ impl Loaded {
         };
         let whole = is_whole(&self.header) && is_whole(&new.header);
         let mut differ = Vec::new();
-        for (name, old, new) in differing(&self.header, &new.header) {
+        for (name, old, new_key) in differing(&self.header, &new.header) {
             let is_split = name.starts_with(b"split.");
             if is_split && whole || self.is_further_shard && name != b"split.no" {
                 continue;
             }
             // The number of tokens is a shape.
-            let same_count = old.map(|key| key.count) == new.map(|key| key.count);
+            let same_count = old.map(|key| key.count) == new_key.map(|key| key.count);
+            let same_type = match (old, new_key) {
+                (Some(old), Some(new)) => (old.ty, old.array) == (new.ty, new.array),
+                _ => true,
+            };
             match Purpose::of(name) {
+                _ if !same_type && has_one_type(name) => differ.push((name, new_key)),
                 Purpose::Start if name != b"tokenizer.ggml.tokens" || same_count => {
                     start.push(printable(name));
                 }
                 Purpose::Description => {}
-                _ => differ.push((name, new)),
+                _ => differ.push((name, new_key)),
             }
         }
         let shown = differ.iter().take(NAMED).map(|(name, key)| {
+            let (old, ty) = (self.header.key(name), |key: &KeyValue| (key.ty, key.array));
+            let other_type = match (old, key) {
+                (Some(old), Some(key)) if ty(old) != ty(key) => ", which has another type",
+                _ => "",
+            };
             format!(
-                "{} is {} in the file, and {} in the model",
+                "{} is {} in the file, and {} in the model{other_type}",
                 printable(name),
                 key.map_or_else(|| "none".into(), |key| new.shown(key)),
                 self.shown(name)
@@ -318,10 +347,23 @@ mod tests {
             Ok(Some(format!("needs a new start to be used: {keys}")))
         );
         let refused = compare(&old, &with("{{ a }}", "a", &["a"])).expect_err("fewer tokens");
-        assert!(
-            refused.contains("tokenizer.ggml.tokens is 1 texts"),
-            "{refused}"
+        assert_eq!(
+            refused,
+            "tokenizer.ggml.tokens is 1 texts in the file, and 2 texts in the model"
         );
+    }
+
+    #[test]
+    fn a_value_of_another_type_refuses_a_file() {
+        let first = |set: &dyn Fn(&mut HeaderWriter)| model(["a.weight"], set);
+        let old = first(&|header| header.value("tokenizer.ggml.bos_token_id", &1u32));
+        let new = first(&|header| header.value("tokenizer.ggml.bos_token_id", &1i32));
+        let sentence = "tokenizer.ggml.bos_token_id is 1 in the file, and 1 in the model, which has another type";
+        assert_eq!(compare(&old, &new), Err(sentence.into()));
+        // Nothing reads the author.
+        let old = first(&|header| header.value("general.author", "a"));
+        let new = first(&|header| header.array("general.author", &["a"]));
+        assert_eq!(compare(&old, &new), Ok(None));
     }
 
     #[test]

@@ -188,6 +188,9 @@ struct Registered {
     next: AtomicU64,
 }
 
+/// Whether tokens use more experts of a model than before.
+static MORE_EXPERTS_USED: AtomicBool = AtomicBool::new(false);
+
 static REGISTERED: Registered = Registered {
     models: RwLock::new(Vec::new()),
     index: RwLock::new(None),
@@ -657,6 +660,12 @@ pub fn find(tensor: *mut Tensor) -> Option<(Arc<Model>, usize)> {
     Some((model.clone(), *tensor))
 }
 
+/// Returns whether tokens use more experts of a model than before, once.
+pub fn take_more_experts_used() -> bool {
+    let flag = &MORE_EXPERTS_USED;
+    flag.load(Ordering::Relaxed) && flag.swap(false, Ordering::Relaxed)
+}
+
 fn note_use(model: &Model, tensor: usize, instance: usize, weight: &UsedWeight) {
     let instance = &model.tensors[tensor].instances[instance];
     let ops = &model.ggml.ops;
@@ -679,9 +688,14 @@ fn note_use(model: &Model, tensor: usize, instance: usize, weight: &UsedWeight) 
             let experts = layout.read::<[i64; 4]>(weight.tensor, layout.ne)[2];
             [layout.read(weight.ids, layout.ne), experts].map(|of: i64| of.max(0) as u64)
         };
-        // A warm-up routes to all experts, and follows the graph that libllama reserves memory with.
-        if used < experts || instance.experts_used() == 0 {
+        // A warm-up routes to all experts, and follows the graph that libllama reserves memory with. Of
+        // several contexts, the one that uses most experts counts.
+        let before = instance.experts_used();
+        if before == 0 || used < experts && (before == experts || used > before) {
             instance.experts_used.store(used, Ordering::Relaxed);
+            if before != 0 && before != experts {
+                MORE_EXPERTS_USED.store(true, Ordering::Relaxed);
+            }
         }
     }
 }

@@ -11,7 +11,7 @@ use sidecar_core::gguf::{Access, GgufFile};
 use sidecar_core::protocol::LayerMask;
 use testkit::host::{DropIn, built};
 
-use super::process::{self, Device, Process, Reference, Routed};
+use testkit::architectures::{self, Device, Process, Reference, Routed};
 
 /// The most that a logit may differ from that of the pruned model where only the order of a sum differs, as a part of the
 /// largest logit.
@@ -41,7 +41,7 @@ pub fn cut(model: &Path, reference: &mut Reference, folder: &Path) -> Result<Vec
     let file = GgufFile::open(model, Access::Read)?;
     let model = &folder.join("model.gguf");
     std::fs::write(model, with_large_biases(&file)?)?;
-    let routed = &process::routed(model).map_err(anyhow::Error::msg)?;
+    let routed = &architectures::routed(model).map_err(anyhow::Error::msg)?;
     let expected = reference.evaluate(model).map_err(anyhow::Error::msg)?;
     let routing = Routing::of([&file]);
     ensure!(

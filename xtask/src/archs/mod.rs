@@ -1,17 +1,17 @@
 //! The drop-in with models of every architecture: `cargo xtask check --archs`.
 //!
 //! llama.cpp's `test-llama-archs` writes tiny models with random weights. Each capability of the
-//! drop-in runs with each of them, every tensor is swapped and returned, and masks of experts are
-//! compared with pruned models. What is refused, and why, is written to docs/model-architectures.md.
+//! drop-in runs with each of them, every tensor is swapped and returned, files with other keys and tensors
+//! are reloaded, and masks of experts are compared with pruned models. What is refused, and why, is written to docs/model-architectures.md.
 //!
 //! Modules, top to bottom:
 //!
 //! | module | contents |
 //! |---|---|
 //! | `page` | the page with the results |
-//! | `modes`, `swaps`, `masks` | capabilities that change no result; hot-swap of every tensor; masks of experts |
+//! | `modes`, `swaps`, `reloads`, `masks` | capabilities that change no result; hot-swap of every tensor; reloads of changed files; masks of experts |
 //! | `programs` | the programs that write and evaluate the models |
-//! | `model`, `models`, `process` | a model with a changed tensor; which models are tested; processes that evaluate models |
+//! | `model`, `models` | a model with a changed tensor; which models are tested |
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -21,6 +21,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use ggml_quantize::Ggml;
 use regex::Regex;
+use testkit::architectures::{self, Device, Reference};
 use testkit::server::{LlamaCpp, llama_cpp};
 
 mod masks;
@@ -28,15 +29,15 @@ mod model;
 mod models;
 mod modes;
 mod page;
-mod process;
 mod programs;
+mod reloads;
 mod swaps;
 
 use model::Model;
 use models::{Form, Models};
 use modes::MODES;
 use page::Tested;
-use process::{Device, Reference};
+
 pub use programs::{build, missing, unbuilt};
 use swaps::Outcome;
 
@@ -57,6 +58,8 @@ pub fn check(pattern: &str) -> Result<()> {
     if pattern.is_empty() {
         let page = page::page(&tested, &format!("b{}", LlamaCpp::tested().build));
         std::fs::write(root().join(PAGE), page)?;
+    } else {
+        println!("{}", page::reloads(&tested));
     }
     Ok(())
 }
@@ -66,7 +69,7 @@ fn test(chosen: &Models) -> Result<Vec<Tested>> {
     programs::build_host()?;
     let mut models = Vec::new();
     for form in Form::ALL {
-        let paths = programs::models(form, chosen)?;
+        let paths = programs::models(form, chosen);
         models.extend(paths.into_iter().map(|path| (form, path)));
     }
     ensure!(!models.is_empty(), "no model has such a name");
@@ -129,7 +132,9 @@ fn test_one(
         evaluate(on_cpu, Device::Cpu)?,
         evaluate(simulated, Device::Simulated)?,
     ];
-    let counted = process::routed(path).map_err(anyhow::Error::msg)?.counts;
+    let counted = architectures::routed(path)
+        .map_err(anyhow::Error::msg)?
+        .counts;
     ensure!(
         counted.is_empty() != model.has_experts(),
         "the program itself counts {counted:?}"
@@ -159,6 +164,11 @@ fn test_one(
         Form::MoreExperts => (model.experts(), simulated),
     };
     let swaps = swaps::swap_each(&model, &tensors, &ggml, reference, folder.path())?;
+    let reloads = (form == Form::Upstream).then(|| reloads::reload_each(&model, folder.path()));
+    let reloads = reloads.transpose().unwrap_or_else(|why| {
+        failed.push(format!("reloads: {why:#}"));
+        None
+    });
     for swap in &swaps {
         if let Outcome::Wrong(what) = &swap.outcome {
             failed.push(format!("{}, {}: {what}", swap.tensor, swap.change));
@@ -175,6 +185,7 @@ fn test_one(
         has_experts: model.has_experts(),
         modes,
         swaps,
+        reloads,
         cuts,
     })
 }

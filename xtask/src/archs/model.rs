@@ -115,6 +115,32 @@ impl Model {
         Ok(std::fs::write(path, bytes)?)
     }
 
+    /// Returns the file with another name of the same length for a key or a tensor.
+    pub fn with_name(&self, name: &str, other: &str) -> Result<Vec<u8>> {
+        let mut bytes = self.bytes.clone();
+        let text = [&(name.len() as u64).to_le_bytes(), name.as_bytes()].concat();
+        let header = &bytes[..self.gguf.header.data_offset as usize];
+        let at = header.windows(text.len()).position(|of| of == text);
+        let at = at.with_context(|| format!("no name {name}"))? + 8;
+        bytes[at..at + name.len()].copy_from_slice(other.as_bytes());
+        Ok(bytes)
+    }
+
+    /// Returns these bytes of the file with another value of the key whose name ends so.
+    pub fn with_value(&self, base: &[u8], end: &str) -> Result<Vec<u8>> {
+        let mut bytes = base.to_vec();
+        let mut keys = self.gguf.header.keys.iter();
+        let key = keys.find(|key| key.name.ends_with(end.as_bytes()));
+        let key = key.with_context(|| format!("no key {end}"))?;
+        // The lowest bit of a letter or a truth value; of a float, one that counts.
+        let at = match key.len {
+            4 => key.offset + 2,
+            _ => key.offset,
+        };
+        bytes[at as usize] ^= 1;
+        Ok(bytes)
+    }
+
     fn data(&self, info: &TensorInfo) -> &[u8] {
         &self.bytes[info.offset as usize..][..info.nbytes as usize]
     }
@@ -146,4 +172,14 @@ impl Model {
         ggml.quantize(&to, &values, row, None, &mut data)?;
         Ok((ty, data))
     }
+}
+
+/// Returns the name of a tensor without the number of its layer.
+pub fn generic(name: &str) -> String {
+    let parts = name.split('.');
+    let parts = parts.map(|part| match part.parse::<u32>() {
+        Ok(_) => "N",
+        Err(_) => part,
+    });
+    parts.collect::<Vec<_>>().join(".")
 }

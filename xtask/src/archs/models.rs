@@ -4,22 +4,9 @@ use std::fmt;
 use std::path::PathBuf;
 
 use regex::Regex;
-use testkit::server::llama_cpp;
+use testkit::architectures;
 
-/// Models of the daily test: MLA with merged gate and up, expert biases, shared experts beside
-/// linear attention, recurrent layers, hybrid layers, per-layer embeddings, and a model without a
-/// cache.
-pub const DAILY: [&str; 7] = [
-    "deepseek2-moe",
-    "gpt-oss-moe",
-    "qwen3next-moe",
-    "mamba-dense",
-    "jamba-dense",
-    "qwen4exp-moe",
-    "llada-dense",
-];
-
-/// How many of these are tested with more experts, too.
+/// How many models of the daily test are tested with more experts, too.
 pub const DAILY_MORE: usize = 2;
 
 /// Which models `test-llama-archs` writes.
@@ -64,8 +51,8 @@ impl Models {
 
 /// Where the models of a form are kept, beside the programs that write them.
 pub fn folder(form: Form) -> PathBuf {
-    llama_cpp("").with_file_name(match form {
-        Form::Upstream => "architectures",
-        Form::MoreExperts => "architectures-8-experts",
-    })
+    match form {
+        Form::Upstream => architectures::folder(),
+        Form::MoreExperts => architectures::folder().with_file_name("architectures-8-experts"),
+    }
 }

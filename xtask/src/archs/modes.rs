@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 use testkit::host::DropIn;
 
 use super::model::Model;
-use super::process::{Counts, Device, Process, traced};
+use testkit::architectures::{Counts, Device, Process, traced};
 
 /// A way to run a program with the drop-in.
 pub struct Mode {

@@ -4,9 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 use super::masks::{Cut, Outcome as Masked, TOLERANCE};
-use super::model::Change;
+use super::model::{Change, generic};
 use super::models::Form;
 use super::modes::MODES;
+use super::reloads::KINDS;
 use super::swaps::{Outcome, Swap};
 
 /// What was tested with a model.
@@ -17,6 +18,8 @@ pub struct Tested {
     /// Indices of the modes that passed.
     pub modes: Vec<usize>,
     pub swaps: Vec<Swap>,
+    /// How many reloads of each kind were right; none if there were no reloads.
+    pub reloads: Option<[usize; KINDS.len()]>,
     /// Numbers of experts that were masked.
     pub cuts: Vec<Cut>,
 }
@@ -68,6 +71,16 @@ const UNREAD: &str = "
 In at least one of the models, other bytes of these tensors change no logits, neither by a swap nor by a fresh load:
 ";
 
+const RELOADS: &str = "
+## Reloads of changed files
+
+A file with one change takes the place of the model, in a process that has loaded the model. After each kind of change, logits
+are those from before.
+
+| change | models | changes | outcome of all |
+|---|---|---|---|
+";
+
 const MASKS: &str = "
 ## Masks of experts
 
@@ -87,6 +100,7 @@ pub fn page(tested: &[Tested], version: &str) -> String {
     let _ = writeln!(page, "Tested with llama.cpp {version}.\n");
     modes(&mut page, tested);
     swaps(&mut page, tested);
+    page += &reloads(tested);
     masks(&mut page, tested);
     page
 }
@@ -187,6 +201,21 @@ fn swaps(page: &mut String, tested: &[Tested]) {
     let _ = writeln!(page, "{}.", names.join(", "));
 }
 
+/// Returns the section about reloads.
+pub fn reloads(tested: &[Tested]) -> String {
+    let mut section = RELOADS.to_owned();
+    for (at, kind) in KINDS.iter().enumerate() {
+        let counts = tested.iter().filter_map(|model| Some(model.reloads?[at]));
+        let (models, changes) = (counts.clone().count(), counts.sum::<usize>());
+        let _ = writeln!(
+            section,
+            "| {} | {models} | {changes} | {} |",
+            kind.title, kind.outcome
+        );
+    }
+    section
+}
+
 fn masks(page: &mut String, tested: &[Tested]) {
     *page += MASKS;
     let mut equal: BTreeMap<u64, usize> = BTreeMap::new();
@@ -235,14 +264,4 @@ fn some(names: &BTreeSet<String>) -> String {
         0 => first.join(", "),
         more => format!("{} and {more} more", first.join(", ")),
     }
-}
-
-/// Returns the name of a tensor without the number of its layer.
-fn generic(name: &str) -> String {
-    let parts = name.split('.');
-    let parts = parts.map(|part| match part.parse::<u32>() {
-        Ok(_) => "N",
-        Err(_) => part,
-    });
-    parts.collect::<Vec<_>>().join(".")
 }

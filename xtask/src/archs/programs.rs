@@ -2,20 +2,17 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 
-use anyhow::{Result, ensure};
+use anyhow::Result;
+use testkit::architectures::{self, DAILY, WRITER};
 use testkit::server::llama_cpp;
 
-use super::models::{DAILY, DAILY_MORE, Form, Models, folder};
+use super::models::{DAILY_MORE, Form, Models, folder};
 use crate::cmake;
-use crate::fixtures::scratch;
 use crate::run::{command, root, run};
 
 /// llama.cpp's program that writes models, and the same with 8 experts, of which 3 are used.
-const WRITERS: [&str; 2] = ["test-llama-archs", "test-llama-archs-8-experts"];
-/// The start of its random numbers.
-const RANDOM: &str = "1";
+const WRITERS: [&str; 2] = [WRITER, "test-llama-archs-8-experts"];
 
 /// Whether a program that writes models is not built.
 pub fn unbuilt() -> bool {
@@ -52,50 +49,20 @@ pub fn build_host() -> Result<()> {
 }
 
 /// Writes the models of a form, if they are not there. Returns those that are tested.
-pub fn models(form: Form, chosen: &Models) -> Result<Vec<PathBuf>> {
+pub fn models(form: Form, chosen: &Models) -> Vec<PathBuf> {
+    let program = WRITERS[form as usize];
     let mut paths = match chosen {
-        Models::Matching(_) => written(form, ".*", &folder(form))?,
-        Models::Daily => {
-            let names = DAILY.map(|name| name.rsplit_once('-').map_or(name, |(name, _)| name));
-            let filter = format!("^({})$", names.join("|"));
-            written(form, &filter, &folder(form).with_extension("daily"))?
-        }
+        Models::Matching(_) => architectures::written(program, ".*", &folder(form)),
+        Models::Daily => architectures::daily(program, &folder(form)),
     };
-    if let Models::Daily = chosen {
-        let has = |name: &str| {
-            paths
-                .iter()
-                .any(|path| path.file_stem() == Some(name.as_ref()))
-        };
-        let absent: Vec<_> = DAILY.iter().filter(|name| !has(name)).collect();
-        ensure!(absent.is_empty(), "test-llama-archs writes no {absent:?}");
-    }
     paths.retain(|path| {
         let name = path.file_stem().unwrap_or_default().to_string_lossy();
         let is_chosen = match chosen {
             Models::Matching(pattern) => pattern.is_match(&name),
             Models::Daily if form == Form::MoreExperts => DAILY[..DAILY_MORE].contains(&&*name),
-            Models::Daily => DAILY.contains(&&*name),
+            Models::Daily => true,
         };
         is_chosen && (form == Form::Upstream || name.ends_with("-moe"))
     });
-    Ok(paths)
-}
-
-/// Writes models into a folder, unless they are there, and lists them.
-fn written(form: Form, filter: &str, kept: &Path) -> Result<Vec<PathBuf>> {
-    if !kept.exists() {
-        let name = kept.file_name().unwrap_or_default().to_string_lossy();
-        let folder = scratch(&name)?;
-        let program = llama_cpp(WRITERS[form as usize]);
-        run(command(&program, &folder)
-            .args(["-s", RANDOM, "-a", filter, "-o"])
-            .arg(&folder)
-            .stderr(Stdio::null()))?;
-        fs::rename(folder, kept)?;
-    }
-    let paths = fs::read_dir(kept)?.map(|entry| Ok(entry?.path()));
-    let mut paths = paths.collect::<Result<Vec<_>>>()?;
-    paths.sort();
-    Ok(paths)
+    paths
 }

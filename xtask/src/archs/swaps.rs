@@ -8,7 +8,7 @@ use serde_json::Value;
 use testkit::host::DropIn;
 
 use super::model::{Change, Model};
-use super::process::{Device, Process, Reference, overlay, revert};
+use testkit::architectures::{Device, Process, Reference, overlay, revert};
 
 /// What a swap did.
 pub struct Swap {

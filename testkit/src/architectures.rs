@@ -1,14 +1,87 @@
-//! Processes that evaluate models: one without the drop-in, which loads one after the other, and
-//! those with the drop-in.
+//! Models of many architectures, which llama.cpp's `test-llama-archs` writes, and processes that
+//! evaluate them: one without the drop-in, which loads one after the other, and those with the drop-in.
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::path::Path;
-use std::process::Command;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
-use testkit::host::{DropIn, Host, Program};
-use testkit::sim_ggml::SimGgml;
+
+use crate::host::{DropIn, Host, Program};
+use crate::server::llama_cpp;
+use crate::sim_ggml::SimGgml;
+
+/// The program that writes models as llama.cpp tests them: two experts, which are both used.
+pub const WRITER: &str = "test-llama-archs";
+
+/// The start of its random numbers.
+const RANDOM: &str = "1";
+
+/// Models of the daily test: MLA with merged gate and up, expert biases, shared experts beside
+/// linear attention, recurrent layers, hybrid layers, per-layer embeddings, and a model without a
+/// cache.
+pub const DAILY: [&str; 7] = [
+    "deepseek2-moe",
+    "gpt-oss-moe",
+    "qwen3next-moe",
+    "mamba-dense",
+    "jamba-dense",
+    "qwen4exp-moe",
+    "llada-dense",
+];
+
+/// Writes models whose architectures match into a folder, unless they are there, and lists them.
+/// Panics with the command that builds the program when that is not there.
+pub fn written(program: &str, architectures: &str, kept: &Path) -> Vec<PathBuf> {
+    if !kept.exists() {
+        let beside = kept.parent().expect("a folder in the cache");
+        let folder = tempfile::tempdir_in(beside).expect("free space");
+        let program = llama_cpp(program);
+        let status = Command::new(&program)
+            .args(["-s", RANDOM, "-a", architectures, "-o"])
+            .arg(folder.path())
+            .current_dir(folder.path())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status();
+        assert!(
+            status.is_ok_and(|status| status.success()),
+            "{} fails: run 'cargo xtask hosts --build'",
+            program.display()
+        );
+        std::fs::rename(folder.keep(), kept).expect("the same file system");
+    }
+    let entries = std::fs::read_dir(kept).expect("a folder");
+    let mut paths: Vec<PathBuf> = entries
+        .map(|entry| entry.expect("an entry").path())
+        .collect();
+    paths.sort();
+    paths
+}
+
+/// Returns the models of the daily test that a program writes.
+pub fn daily(program: &str, folder: &Path) -> Vec<PathBuf> {
+    let names = DAILY.map(|name| name.rsplit_once('-').map_or(name, |(name, _)| name));
+    let filter = format!("^({})$", names.join("|"));
+    let mut paths = written(program, &filter, &folder.with_extension("daily"));
+    paths.retain(|path| {
+        DAILY
+            .iter()
+            .any(|name| path.file_stem() == Some(name.as_ref()))
+    });
+    assert_eq!(
+        paths.len(),
+        DAILY.len(),
+        "{program} writes other models: {paths:?}"
+    );
+    paths
+}
+
+/// Returns the folder of the models as llama.cpp tests them, beside the programs that write them.
+pub fn folder() -> PathBuf {
+    llama_cpp("").with_file_name("architectures")
+}
 
 /// Where models are evaluated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -33,6 +106,7 @@ pub type Counts = BTreeMap<(u64, u64), u64>;
 
 /// The experts of a model in a program without the drop-in.
 pub struct Routed {
+    /// How often each expert was used.
     pub counts: Counts,
     /// The operation that makes scores of the router's product, by ggml's name.
     pub scores: String,
@@ -40,12 +114,15 @@ pub struct Routed {
 
 /// All logits of an evaluation.
 pub struct Logits {
+    /// A hash of them.
     pub hash: String,
+    /// Each of them, token by token.
     pub values: Vec<f32>,
 }
 
 /// A process with one model at a time.
 pub struct Process {
+    /// The program.
     pub host: Host,
     simulation: Option<SimGgml>,
 }
@@ -127,6 +204,7 @@ impl Process {
 
 /// A process without the drop-in, which starts again after it ended.
 pub struct Reference {
+    /// Where it evaluates.
     pub device: Device,
     process: Process,
 }
