@@ -17,6 +17,7 @@ use std::time::Duration;
 use serde_json::Value;
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, built, disturb, preload_library, replace};
+use testkit::memory_limit::MemoryLimit;
 use testkit::{long_tests, skipped};
 
 const MODEL: &str = "small-moe.gguf";
@@ -54,6 +55,8 @@ struct Place {
     library: PathBuf,
     /// A file system of the program alone is mounted here, where an event needs one.
     outputs: PathBuf,
+    /// The control group of the program, where an event needs one.
+    group: Mutex<Option<MemoryLimit>>,
     _folder: tempfile::TempDir,
 }
 
@@ -68,6 +71,7 @@ impl Place {
             model: at("model.gguf"),
             library: at("library.so"),
             outputs: at("outputs"),
+            group: Mutex::default(),
             _folder: folder,
         }
     }
@@ -505,6 +509,33 @@ fn denials() -> impl Iterator<Item = Event> {
     })
 }
 
+/// The memory of the control group falls to little more than the program uses. Without any more, the kernel ends what touches
+/// a further page.
+fn falling_memory() -> Vec<Event> {
+    if let Err(reason) = MemoryLimit::new(1 << 30) {
+        skipped(&reason);
+        return Vec::new();
+    }
+    let event = |more: u64| Event {
+        name: format!(
+            "limit: {} MiB more memory for the control group",
+            more >> 20
+        ),
+        set: Box::new(|place, command| {
+            let group = MemoryLimit::new(8 << 30).expect("a group");
+            group.apply(command);
+            *place.group.lock().expect("no panic") = Some(group);
+        }),
+        strike: Box::new(move |place, _| {
+            let group = place.group.lock().expect("no panic");
+            let group = group.as_ref().expect("set before the start");
+            // Fails where no page can be dropped.
+            let _ = group.set(group.used() + more);
+        }),
+    };
+    [16 << 20, 64 << 20].map(event).into()
+}
+
 /// What is under the name of the model.
 fn files() -> impl Iterator<Item = Event> {
     type Put = fn(&Path);
@@ -626,6 +657,7 @@ fn surroundings() -> Vec<Event> {
 fn an_event_changes_no_answer_and_no_end() {
     let wanted = std::env::var("CHAOS").unwrap_or_default();
     let mut events: Vec<Event> = surroundings();
+    events.extend(falling_memory());
     events.extend(signals().chain(limits()).chain(denials()).chain(files()));
     events.retain(|event| event.name.contains(&wanted));
     expected();

@@ -15,6 +15,8 @@ const GROUPS: &str = "/sys/fs/cgroup";
 #[derive(Debug)]
 pub struct MemoryLimit {
     folder: PathBuf,
+    /// The name of the setting.
+    limit: &'static str,
 }
 
 impl MemoryLimit {
@@ -30,9 +32,27 @@ impl MemoryLimit {
         std::fs::create_dir(&folder).map_err(failed)?;
         let group = MemoryLimit {
             folder: folder.clone(),
+            limit,
         };
-        std::fs::write(folder.join(limit), bytes.to_string()).map_err(failed)?;
+        group.set(bytes).map_err(failed)?;
         Ok(group)
+    }
+
+    /// Changes the limit. The kernel drops pages for a lower one.
+    pub fn set(&self, bytes: u64) -> io::Result<()> {
+        std::fs::write(self.folder.join(self.limit), bytes.to_string())
+    }
+
+    /// Returns the bytes that the group uses.
+    pub fn used(&self) -> u64 {
+        let names = ["memory.usage_in_bytes", "memory.current"];
+        let used = names.map(|name| std::fs::read_to_string(self.folder.join(name)).ok());
+        let used = used
+            .into_iter()
+            .flatten()
+            .next()
+            .expect("a group states what it uses");
+        used.trim().parse().expect("a number")
     }
 
     /// Puts a program that is about to be started into the group.

@@ -5,6 +5,7 @@ use std::ffi::{CStr, c_void};
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use sidecar_core::config::Config;
 use sidecar_core::error::DeviceError;
 use sidecar_core::error::{Error, Result};
 use sidecar_core::gguf::{FileId, TypeInfo};
@@ -325,10 +326,19 @@ impl ProgramStore<'_> {
             })
         };
         let own = placement::device_buffer_type(model, instance).filter(|own| own.1 == buft);
-        if let Some(free) = own.and_then(|(device, _)| ggml.free_memory(device)) {
+        // A control group's memory can fall below what there was when the reload began.
+        let in_host = || match Config::get().memory_bytes {
+            Some(_) => None,
+            None => memory::free_memory().map(|(free, _)| free),
+        };
+        let free = match own {
+            Some((device, _)) => ggml.free_memory(device).map(usable),
+            None => in_host(),
+        };
+        if let Some(free) = free {
             let size = OwnBuffer::size_for(ggml, buft, ty.id as i32, ne);
             let size = size.map_err(|requested| out_of_memory(requested, free))?;
-            if usable(free) < size {
+            if free < size {
                 return Err(out_of_memory(size, free));
             }
         }
