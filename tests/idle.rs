@@ -3,7 +3,7 @@
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
-use testkit::fixtures::fixture;
+use testkit::fixtures::{fixture, upstream_libraries};
 use testkit::host::{built, ik_llama_file, preload_library, without_settings};
 
 /// What can be seen of a program from outside.
@@ -362,6 +362,83 @@ fn a_library_with_damaged_tables_changes_nothing() {
         }
     }
     assert!(differ.is_empty(), "{differ:#?}");
+}
+
+/// Everything that a variable turns on, in a command's programs.
+const ALL_ON: [(&str, &str); 9] = [
+    ("LLAMA_SIDECAR_HOTSWAP", "1"),
+    ("LLAMA_EXPERT_STREAM", "on"),
+    ("LLAMA_EXPERT_TRACE_STATS", "1"),
+    ("LLAMA_EXPERT_TRACE_NAMES", "1"),
+    ("LLAMA_POSTFETCH_ENABLE", "1"),
+    ("LLAMA_SIDECAR_POSTFETCH", "1"),
+    ("LLAMA_SIDECAR_LOG", "debug"),
+    ("LLAMA_SIDECAR_CONTROL", "socket-%p"),
+    ("LLAMA_EXPERT_TRACE_OUTPUT", "trace-%p.json"),
+];
+
+#[test]
+fn programs_without_ggml_are_left_alone() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let list = folder.path().join("allocations");
+    let preload = [preload_library(), built("hosts-loader/liballocations.so")];
+    let preload = preload.map(|path| path.display().to_string()).join(":");
+    let program = |words: &[&str]| {
+        let mut command = Command::new(words[0]);
+        command.args(&words[1..]).current_dir(folder.path());
+        command
+    };
+    let with = |mut command: Command| {
+        without_settings(&mut command);
+        command.envs(ALL_ON).env("ALLOCATIONS", &list);
+        command.env("LD_PRELOAD", &preload);
+        let output = command.output().expect("it starts");
+        (output.stdout, output.stderr, output.status)
+    };
+    let source = "int main(void) { return 0; }";
+    for words in [
+        &["sh", "-c", "for i in 1 2 3; do echo $i | cat; done"][..],
+        &["bash", "-c", "ls -l / | sort | head -3; exit 7"],
+        &[
+            "sh",
+            "-c",
+            &format!("echo '{source}' | cc -x c - -o a.out && ./a.out"),
+        ],
+        &[
+            "python3",
+            "-c",
+            "import ctypes, json, socket; print(json.dumps([1]))",
+        ],
+        &["node", "-e", "console.log(process.argv.length)"],
+        &["git", "--version"],
+        &["make", "--version"],
+        &["perl", "-e", "print 1 + 1"],
+        &["tar", "--version"],
+        &["dpkg", "--version"],
+        &["no-such-program"],
+    ] {
+        let Ok(alone) = program(words).output() else {
+            continue;
+        };
+        let found = with(program(words));
+        assert_eq!(
+            found,
+            (alone.stdout, alone.stderr, alone.status),
+            "{words:?}"
+        );
+        let allocated = std::fs::read_to_string(&list).unwrap_or_default();
+        assert_eq!(allocated, "", "{words:?}");
+        let left = std::fs::read_dir(folder.path()).expect("a folder");
+        let names = left.map(|entry| entry.expect("an entry").file_name());
+        let foreign = names.filter(|name| name != "a.out").count();
+        assert_eq!(foreign, 0, "{words:?}");
+    }
+    // The count is one: a program with ggml has some.
+    let mut host = Command::new(built("hosts-c/host"));
+    host.arg(upstream_libraries()).arg(fixture("small.gguf"));
+    with(host);
+    let allocated = std::fs::read_to_string(&list).expect("a line");
+    assert!(allocated.trim_end().ends_with("/host"), "{allocated}");
 }
 
 /// The loader's work in each program of a command: libraries to load, and addresses to relocate
