@@ -591,17 +591,19 @@ fn what_ends_with_a_model_is_said_when_it_is_loaded_again() {
             .is_some_and(|why| why.starts_with(released)),
         "{status}"
     );
-    host.ask(&format!("load {}", model.display()));
-    host.text(2);
-    let ended = |host: &Host| -> Vec<String> {
+    let stated = |host: &Host, part: &str| -> Vec<String> {
         let status = host.control("status");
         let found = status["no_effect"].as_array().into_iter().flatten();
         let sentences = found.filter_map(|found| found["sentence"].as_str());
-        sentences
-            .filter(|of| of.contains("loaded it again"))
-            .map(str::to_owned)
-            .collect()
+        let of_part = sentences.filter(|of| of.contains(part));
+        of_part.map(str::to_owned).collect()
     };
+    let ended = |host: &Host| stated(host, "loaded it again");
+    let asleep = |host: &Host| stated(host, "freed the model (asleep, or unloaded)").len();
+    assert_eq!((asleep(&host), ended(&host).len()), (2, 0));
+    host.ask(&format!("load {}", model.display()));
+    host.text(2);
+    assert_eq!(asleep(&host), 0);
     let found = ended(&host);
     assert_eq!(found.len(), 2, "{found:?}");
     assert!(

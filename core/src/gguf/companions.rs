@@ -85,6 +85,8 @@ mod tests {
             assert_eq!(group(companion).next().as_deref(), Some(weight));
             assert!(companions(weight).any(|name| *name == *companion));
         }
-        assert!(!companions(c"blk.3.ffn_up.weight").any(|name| name.to_bytes().ends_with(b"scales")));
+        assert!(
+            !companions(c"blk.3.ffn_up.weight").any(|name| name.to_bytes().ends_with(b"scales"))
+        );
     }
 }

@@ -8,9 +8,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
 use sidecar_core::protocol::NoEffect;
+use sidecar_core::text;
 use sidecar_core::trace::Ids;
 
 use crate::ggml::Ggml;
+use crate::program::barrier;
 use crate::program::models::Model;
 use crate::program::routing::Routed;
 use crate::program::sched::{Allocated, Scheduler};
@@ -127,10 +129,13 @@ impl Ended {
         }
     }
 
-    /// Notes what ends with a model; nothing if `what` is none.
+    /// Notes what ends with a model; of an earlier load, what was not requested again stays noted.
     pub fn note(&self, model: &Model, what: Option<String>) {
-        if let Some(what) = what {
-            self.of.lock().insert(model.path.clone(), (false, what));
+        let mut of = self.of.lock();
+        match (what, of.get_mut(&model.path)) {
+            (Some(what), _) => drop(of.insert(model.path.clone(), (false, what))),
+            (None, Some((is_loaded, _))) => *is_loaded = false,
+            (None, None) => {}
         }
     }
 
@@ -138,7 +143,7 @@ impl Ended {
     pub fn loaded(&self, model: &Model) {
         if let Some((is_loaded, what)) = self.of.lock().get_mut(&model.path) {
             *is_loaded = true;
-            log::warn!("{}", Ended::sentence(&model.path, what));
+            log::warn!("{}", Ended::sentence(&model.path, true, what));
         }
     }
 
@@ -147,26 +152,31 @@ impl Ended {
         self.of.lock().remove(&model.path);
     }
 
-    /// Returns what models that were loaded again do not have any more.
+    /// Returns what models do not have any more.
     pub fn reports(&self) -> Vec<NoEffect> {
         // The process may end while another thread holds the lock.
         let of = self.of.try_lock();
-        let loaded = of
-            .iter()
-            .flat_map(|of| of.iter().filter(|(_, (is_loaded, _))| *is_loaded));
-        let report = |(path, (_, what)): (&PathBuf, &(bool, String))| NoEffect {
+        let all = of.iter().flat_map(|of| of.iter());
+        // A program frees its models before it ends.
+        let of_use = all.filter(|(_, (is_loaded, _))| *is_loaded || !barrier::is_shut());
+        let report = |(path, (is_loaded, what)): (&PathBuf, &(bool, String))| NoEffect {
             requested: self.requested.into(),
-            sentence: Ended::sentence(path, what),
+            sentence: Ended::sentence(path, *is_loaded, what),
             so_far: false,
         };
-        loaded.map(report).collect()
+        of_use.map(report).collect()
     }
 
-    fn sentence(path: &Path, what: &str) -> String {
-        let path = path.display();
-        format!(
-            "{path}: the program freed the model and loaded it again, without {what}: request them again"
-        )
+    fn sentence(path: &Path, is_loaded: bool, what: &str) -> String {
+        let path = text::path(path);
+        match is_loaded {
+            true => format!(
+                "{path}: the program freed the model and loaded it again, without {what}: request them again"
+            ),
+            false => format!(
+                "{path}: the program freed the model (asleep, or unloaded), and with it {what}: request them after the next load"
+            ),
+        }
     }
 }
 
