@@ -838,8 +838,8 @@ fn what_had_no_effect_is_named() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = |name: &str| folder.path().join(name).display().to_string();
     let (routes, saliency) = (path("a.routes"), path("saliency.json"));
-    let (socket, taken) = (path("socket"), path("taken"));
-    std::fs::write(&taken, "a file of the user").expect("free space");
+    // Longer than the path of a socket may be.
+    let (socket, long) = (path("socket"), path(&"s".repeat(120)));
     let (dense, moe) = ("smollm2.gguf", "moe.gguf");
     let tokens = "text 2\nend\n";
     for (model, flags, input, expected) in [
@@ -887,7 +887,7 @@ fn what_had_no_effect_is_named() {
         ),
         (
             dense,
-            &["--hotswap", "--socket", &taken],
+            &["--hotswap", "--socket", &long],
             tokens,
             "cannot create the control socket",
         ),

@@ -388,10 +388,10 @@ fn an_interruption_leaves_a_report_and_no_process() {
         "no second round"
     );
     // SAFETY: a child that was not waited for.
-    unsafe { libc::kill(child.id() as libc::pid_t, libc::SIGINT) };
+    unsafe { libc::kill(child.id() as libc::pid_t, libc::SIGTERM) };
     let rest: Vec<String> = lines.collect();
     let status = child.wait().expect("a child");
-    assert_eq!(status.signal(), Some(libc::SIGINT), "{rest:?}");
+    assert_eq!(status.signal(), Some(libc::SIGTERM), "{rest:?}");
     let report: Value =
         serde_json::from_str(&std::fs::read_to_string(&output).expect("a report")).expect("JSON");
     assert_eq!(report["stopped"], "interrupted");

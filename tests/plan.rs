@@ -243,10 +243,10 @@ fn an_interruption_leaves_no_process() {
     assert!(lines.any(|line| line.contains("measuring products")));
     std::thread::sleep(std::time::Duration::from_millis(500));
     // SAFETY: a child that was not waited for.
-    unsafe { libc::kill(child.id() as libc::pid_t, libc::SIGINT) };
+    unsafe { libc::kill(child.id() as libc::pid_t, libc::SIGTERM) };
     let rest: Vec<String> = lines.collect();
     let status = child.wait().expect("a child");
-    assert_eq!(status.signal(), Some(libc::SIGINT), "{rest:?}");
+    assert_eq!(status.signal(), Some(libc::SIGTERM), "{rest:?}");
     assert!(rest.concat().contains("interrupted"), "{rest:?}");
     assert_eq!(
         with_variable(&format!("PLANNED_BY={value}")),
