@@ -7,7 +7,6 @@
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -16,8 +15,9 @@ use std::time::Duration;
 
 use serde_json::Value;
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, Host, Program, built, disturb, preload_library, replace};
+use testkit::host::{DropIn, Host, Program, built, disturb, hash, preload_library, replace};
 use testkit::memory_limit::MemoryLimit;
+use testkit::process::{before_exec, memory};
 use testkit::{long_tests, skipped};
 
 const MODEL: &str = "small-moe.gguf";
@@ -131,18 +131,6 @@ struct Outcome {
     log: Vec<String>,
 }
 
-/// Runs a function of the child between fork and exec.
-fn before_exec(command: &mut Command, set: impl FnMut() -> bool + Send + Sync + 'static) {
-    let mut set = set;
-    // SAFETY: the functions of this file only make system calls.
-    unsafe {
-        command.pre_exec(move || match set() {
-            true => Ok(()),
-            false => Err(std::io::Error::last_os_error()),
-        });
-    }
-}
-
 /// Asks the control socket for a reload.
 fn reload(socket: &Path) -> Result<u64, String> {
     let exchange = || {
@@ -252,11 +240,6 @@ fn expected() -> &'static Expected {
     })
 }
 
-fn hash(answer: &str) -> String {
-    let hash = answer.split_once("hash ");
-    hash.unwrap_or_else(|| panic!("{answer}")).1.to_owned()
-}
-
 /// What a row shows: a word, or what is wrong.
 fn judge(alone: &Outcome, with: &Outcome) -> Result<String, String> {
     let expected = expected();
@@ -359,15 +342,17 @@ fn deny(command: &mut Command, call: libc::c_long, error: libc::c_int) {
     const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
     let step = |code, jt, jf, k| libc::sock_filter { code, jt, jf, k };
     let denied = libc::SECCOMP_RET_ERRNO | error as u32;
-    let mut filter = vec![step(LOAD, 0, 0, 0), step(EQUAL, 0, 3, call as u32)];
-    filter.extend(match call {
+    let executable = match call {
         // The third argument.
-        libc::SYS_mprotect => [
+        libc::SYS_mprotect => vec![
             step(LOAD, 0, 0, 32),
             step(SET, 0, 1, libc::PROT_EXEC as u32),
         ],
-        _ => [step(LOAD, 0, 0, 0), step(EQUAL, 0, 1, call as u32)],
-    });
+        _ => Vec::new(),
+    };
+    let others = executable.len() as u8 + 1;
+    let mut filter = vec![step(LOAD, 0, 0, 0), step(EQUAL, 0, others, call as u32)];
+    filter.extend(executable);
     filter.push(step(RETURN, 0, 0, denied));
     filter.push(step(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW));
     before_exec(command, move || {
@@ -430,13 +415,6 @@ fn limit(process: u32, resource: libc::__rlimit_resource_t, most: u64) {
     unsafe { libc::prlimit(process, resource, &limit, std::ptr::null_mut()) };
 }
 
-/// Bytes of address space of a process.
-fn address_space(process: u32) -> u64 {
-    let pages = fs::read_to_string(format!("/proc/{process}/statm")).unwrap_or_default();
-    let pages: Option<u64> = pages.split(' ').next().and_then(|pages| pages.parse().ok());
-    pages.unwrap_or(1 << 30) * 4096
-}
-
 fn signals() -> impl Iterator<Item = Event> {
     let stops = [
         libc::SIGKILL,
@@ -474,7 +452,7 @@ fn limits() -> impl Iterator<Item = Event> {
             limit(
                 of.process,
                 resource,
-                most.unwrap_or_else(|| address_space(of.process)),
+                most.unwrap_or_else(|| memory(&of.process.to_string(), "VmSize:")),
             );
         })
     });

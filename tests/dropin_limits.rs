@@ -1,14 +1,12 @@
 //! Programs whose descriptors are closed, whose outputs cannot be written, or that have little address space:
 //! with the drop-in, they end as without it, with the same results.
 
-use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, Host, Program, control};
-use testkit::process::memory;
+use testkit::host::{DropIn, Host, Program, control, hash};
+use testkit::process::{before_exec, memory};
 
 /// What the host writes; its answer has a hash of all logits.
 const EVALUATE: &str = "force 4";
@@ -39,31 +37,14 @@ const STREAM: [(&str, &str); 2] = [
     ("LLAMA_EXPERT_STREAM_MEMORY_MB", "1"),
 ];
 
-/// Sets what a process has when it starts its program.
-fn before_start(command: &mut Command, set: fn() -> bool) {
-    // SAFETY: the functions of this file only make system calls.
-    unsafe {
-        command.pre_exec(move || match set() {
-            true => Ok(()),
-            false => Err(std::io::Error::last_os_error()),
-        });
-    }
-}
-
 fn host(variables: &[(&'static str, &str)], set: fn() -> bool) -> Host {
     let on = match variables {
         [] => DropIn::Absent,
         _ => DropIn::with(variables),
     };
     Host::start_with(Program::CMapped, &fixture("moe.gguf"), &on, |command| {
-        before_start(command, set);
+        before_exec(command, set);
     })
-}
-
-/// The hash of the logits in an answer to [`EVALUATE`].
-fn hash(answer: &str) -> String {
-    let hash = answer.split_once("hash ");
-    hash.unwrap_or_else(|| panic!("{answer}")).1.to_owned()
 }
 
 fn of_program(set: fn() -> bool) -> String {

@@ -19,10 +19,10 @@ use crate::program::capability::{Capability, Effect};
 
 /// Names of the tensor that libllama reads logits or embeddings from.
 const OUTPUTS: [&CStr; 2] = [c"result_output", c"result_embd_pooled"];
-/// The first line of a file with hashes.
-const TITLE: &str = "# rows and hash of each output\n";
 /// The output is among the last nodes of a graph.
 const LAST_NODES: i32 = 64;
+/// The first line of a file with hashes.
+const TITLE: &str = "# rows and hash of each output\n";
 
 /// Whether an output was hashed.
 static EFFECT: Effect = Effect::of(NoEffect::LOGITS);

@@ -311,6 +311,12 @@ pub fn taken(reply: &Value) -> (u64, u64) {
     (count("swapped"), count("returned"))
 }
 
+/// Returns the hash of all logits in an answer of the C program.
+pub fn hash(answer: &str) -> String {
+    let hash = answer.split_once("hash ");
+    hash.unwrap_or_else(|| panic!("{answer}")).1.to_owned()
+}
+
 /// Sends a command to a control socket and returns the answer.
 pub fn control(socket: &Path, command: &str) -> Value {
     request(socket, &serde_json::json!({"cmd": command}))

@@ -91,3 +91,18 @@ pub fn with_variable(variable: &str) -> Vec<u32> {
         })
         .collect()
 }
+
+/// Runs a function of a child between fork and exec, which may only make system calls. A false one is an error
+/// of the start.
+pub fn before_exec(
+    command: &mut std::process::Command,
+    mut set: impl FnMut() -> bool + Send + Sync + 'static,
+) {
+    // SAFETY: as the caller promises in the documentation: system calls alone.
+    unsafe {
+        std::os::unix::process::CommandExt::pre_exec(command, move || match set() {
+            true => Ok(()),
+            false => Err(std::io::Error::last_os_error()),
+        });
+    }
+}
