@@ -89,10 +89,30 @@ const CRATES: [&str; 3] = ["gguf-write", "llama-sidecar-core", "llama-sidecar"];
 /// Packs the crates, builds each from its package, and uploads nothing.
 pub fn crates() -> Result<()> {
     let crates = CRATES.iter().flat_map(|name| ["--package", name]);
+    let target = target_folder()?.join("publish");
+    // Cargo takes a version of a package for what it unpacked and built before, however the content
+    // changed: the folders of earlier runs, in the target folder and in Cargo's own.
+    let cargo_home = match std::env::var_os("CARGO_HOME") {
+        Some(home) => PathBuf::from(home),
+        None => std::env::home_dir()
+            .context("no home folder")?
+            .join(".cargo"),
+    };
+    let unpacked = fs::read_dir(cargo_home.join("registry/src"))
+        .into_iter()
+        .flatten()
+        .map(|folder| Ok(folder?.path()))
+        .collect::<Result<Vec<_>>>()?;
+    let unpacked = unpacked
+        .iter()
+        .flat_map(|folder| CRATES.map(|name| folder.join(format!("{name}-{VERSION}"))));
+    for folder in unpacked.chain([target.clone()]).filter(|of| of.exists()) {
+        fs::remove_dir_all(folder)?;
+    }
     run(command("cargo", &root())
         .args(["publish", "--quiet", "--dry-run", "--allow-dirty"])
         .arg("--target-dir")
-        .arg(target_folder()?.join("publish"))
+        .arg(target)
         .args(crates))
 }
 

@@ -57,10 +57,8 @@ fn reports(browser: &Browser, folder: &Path) -> Result<()> {
         std::fs::write(&trace, synthetic(layers, experts))?;
         let page = folder.join("report.html");
         run(command(&cli, folder)
-            .arg("report")
-            .arg(&trace)
-            .arg("-o")
-            .arg(&page))?;
+            .args(["report", "--force", "-o"])
+            .args([&page, &trace]))?;
         browser.open(&format!("file://{}", page.display()))?;
         let cells = "[...document.querySelectorAll('title')].filter(of => of.textContent.startsWith('layer ')).length";
         // The browser opens the page before it has read all of it.
