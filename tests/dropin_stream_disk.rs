@@ -51,6 +51,28 @@ fn experts_are_read_ahead_under_a_memory_limit() {
     }
 }
 
+/// Pages of a file can be dropped for what the program allocates; memory of experts is given back for it.
+#[test]
+fn a_context_that_is_made_later_has_its_memory() {
+    let limit = MemoryLimit::new(250 << 20).expect("a control group");
+    let mut texts = Vec::new();
+    for with in [DropIn::Absent, streaming(&[])] {
+        let model = fixture("moe.gguf");
+        let mut host = Host::start_with(Program::C, &model, &with, |command| limit.apply(command));
+        let text = format!("text {TOKENS}");
+        host.ask(&text);
+        // 180 MB of keys and values.
+        assert_eq!(
+            host.ask_or_end("context 8192").as_deref(),
+            Some("made"),
+            "{with:?}"
+        );
+        texts.push(host.ask(&text));
+        assert_eq!(host.end(), Some(0));
+    }
+    assert_eq!(texts[0], texts[1]);
+}
+
 /// What `run` without options turns on: a model that does not fit is streamed, and one that fits is loaded and
 /// evaluated as without the drop-in.
 #[test]

@@ -11,6 +11,7 @@
 //   warmup    evaluates the prompt in the warm-up mode of llama.cpp
 //   force N   evaluates the next N tokens of a fixed text, one at a time; the answer
 //             has the ms of a token, its major page faults and a hash of all logits
+//   context N makes another context of N tokens, which stays
 //   cycle N   frees the model, and loads it and evaluates a token N times; the last one stays
 //   close FILE
 //             closes all descriptors from 3 on, as closefrom does, and opens FILE in place of each
@@ -132,6 +133,24 @@ static bool write_route(struct ggml_tensor * tensor, bool ask, void * user_data)
     return true;
 }
 
+// Makes a context of so many tokens.
+static struct llama_context * make_context(const char * size) {
+    struct params params = llama_context_default_params();
+    if (!model || params.words[0] != 512 || params.words[7] != 4 || params.words[8] != 4) {
+        fprintf(stderr, "cannot load the model, or another version of llama.cpp\n");
+        exit(1);
+    }
+    // Threads of ggml spin while they wait: several of them are slow on busy cores.
+    const char * threads = getenv("HOST_THREADS");
+    params.words[0] = size ? (uint32_t) atoi(size) : 256; // n_ctx
+    params.words[7] = params.words[8] = threads ? (uint32_t) atoi(threads) : 1; // n_threads, n_threads_batch
+    if (routes || getenv("HOST_READ_AT_MATMUL")) {
+        bool (*callback)(struct ggml_tensor *, bool, void *) = routes ? write_route : read_at_matmul;
+        memcpy(&params.words[22], &callback, sizeof(callback)); // cb_eval
+    }
+    return llama_init_from_model(model, params);
+}
+
 static void load(const char * path) {
     struct params of_model = llama_model_default_params();
     const struct llama_model_tensor_buft_override overrides[] = {
@@ -155,21 +174,7 @@ static void load(const char * path) {
         memcpy(&of_model.words[16], &first, sizeof(first)); // kv_overrides
     }
     model = llama_model_load_from_file(path, of_model);
-    struct params params = llama_context_default_params();
-    if (!model || params.words[0] != 512 || params.words[7] != 4 || params.words[8] != 4) {
-        fprintf(stderr, "cannot load %s, or another version of llama.cpp\n", path);
-        exit(1);
-    }
-    // Threads of ggml spin while they wait: several of them are slow on busy cores.
-    const char * threads = getenv("HOST_THREADS");
-    const char * size = getenv("HOST_CONTEXT");
-    params.words[0] = size ? (uint32_t) atoi(size) : 256; // n_ctx
-    params.words[7] = params.words[8] = threads ? (uint32_t) atoi(threads) : 1; // n_threads, n_threads_batch
-    if (routes || getenv("HOST_READ_AT_MATMUL")) {
-        bool (*callback)(struct ggml_tensor *, bool, void *) = routes ? write_route : read_at_matmul;
-        memcpy(&params.words[22], &callback, sizeof(callback)); // cb_eval
-    }
-    context = llama_init_from_model(model, params);
+    context = make_context(getenv("HOST_CONTEXT"));
     if (!context) {
         fprintf(stderr, "cannot make a context for %s: too little memory\n", path);
         exit(1);
@@ -385,6 +390,9 @@ int main(int argc, char ** argv) {
             cycle(argv[2], atoi(argument));
         } else if (strcmp(line, "use") == 0) {
             use(argument);
+        } else if (strcmp(line, "context") == 0) {
+            // Beside the first one, to the end of the process.
+            puts(make_context(argument) ? "made" : "too little memory");
         } else if (strcmp(line, "close") == 0) {
             close_all(argument);
         } else if (strcmp(line, "load") == 0) {

@@ -17,6 +17,7 @@ use std::sync::Arc;
 
 use sidecar_core::config::Config;
 use sidecar_core::logger;
+use sidecar_core::stream::program;
 
 use crate::ggml::{
     Backend, Buffer, BufferType, Context, CopyCallback, Device, Ggml, Graph, Registration,
@@ -115,6 +116,7 @@ fn replacement(hook: Hook) -> *const c_void {
         Hook::GgufInitStream => gguf_stream_opened as *const c_void,
         Hook::TensorAlloc => tensor_alloc as *const c_void,
         Hook::TensorsAlloc => tensors_alloc as *const c_void,
+        Hook::BufferAlloc => buffer_alloc as *const c_void,
         Hook::BufferGetSize => buffer_get_size as *const c_void,
         Hook::BufferFree => buffer_free as *const c_void,
         Hook::BackendFree => backend_free as *const c_void,
@@ -188,6 +190,9 @@ fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *con
         Hook::FunctionLookup => {
             (loads::is_loading() || !loads::sees_lookups()) && !thread::is_inside()
         }
+        // Also within a call for a graph, whose results are put there. libllama allocates nothing for each weight
+        // to see which types of buffers support it.
+        Hook::BufferAlloc => arguments[1] != 0,
         // Of one device, each tensor is placed with `ggml_backend_tensor_alloc`.
         Hook::TensorsAlloc => split::is_any() && !thread::is_inside(),
         Hook::SchedSetEvalCallback => placement::offloads() && !thread::is_inside(),
@@ -420,6 +425,28 @@ unsafe extern "C-unwind" fn tensors_alloc(context: *mut Context, buft: *mut Buff
     buffer
 }
 
+/// Allocates memory of a host or a device.
+unsafe extern "C-unwind" fn buffer_alloc(buft: *mut BufferType, bytes: usize) -> usize {
+    let (call, _inside) = entered();
+    let f = &call.ggml.f;
+    let mut allocation = None;
+    // SAFETY: the type of the call.
+    if !buft.is_null() && unsafe { (f.ggml_backend_buft_is_host)(buft) } {
+        guarded(|| allocation = streaming::make_room(bytes as u64));
+    }
+    let real = meant!(call, *mut BufferType, usize);
+    // SAFETY: the arguments of the call.
+    let buffer = unsafe { real(buft, bytes) };
+    if let Some(allocation) = allocation
+        && buffer != 0
+    {
+        // SAFETY: the buffer was just made.
+        let address = unsafe { (f.ggml_backend_buffer_get_base)(buffer as *mut Buffer) };
+        guarded(|| allocation.made(buffer, address as usize));
+    }
+    buffer
+}
+
 unsafe extern "C-unwind" fn buffer_get_size(buffer: *mut Buffer) -> usize {
     let (call, _inside) = entered();
     if call.caller.is_llama() {
@@ -436,6 +463,7 @@ unsafe extern "C-unwind" fn buffer_free(buffer: *mut Buffer) -> usize {
         guarded(|| {
             sched::output_freed(buffer as usize);
             own_cache::buffer_freed(buffer);
+            program::buffer_freed(buffer as usize);
             report_freed(&models::buffer_freed(buffer));
         });
     }

@@ -15,9 +15,10 @@ use memmap2::Mmap;
 
 /// Functions that ggml also calls from inside its own libraries, in llama.cpp and in
 /// ik_llama.cpp.
-const CALLED_BY_GGML: [&str; 7] = [
+const CALLED_BY_GGML: [&str; 8] = [
     "ggml_free",
     "ggml_backend_tensor_alloc",
+    "ggml_backend_buft_alloc_buffer",
     "ggml_backend_buffer_free",
     "ggml_backend_buffer_get_size",
     "ggml_backend_graph_compute_async",

@@ -14,6 +14,7 @@
 //! | [`preference`](Ranking) | a choice that prefers experts in memory: the one part that changes results |
 //! | `requests`, `pages` | experts to be read; the page cache of a file |
 //! | `memory` | private memory in place of pages of a mapped file |
+//! | [`program`] | memory that the program has allocated and not touched |
 //!
 //! | | through the page cache | in memory of the process |
 //! |---|---|---|
@@ -27,6 +28,7 @@
 mod memory;
 mod pages;
 mod preference;
+pub mod program;
 mod reader;
 mod requests;
 mod residents;

@@ -561,6 +561,13 @@ impl Reader {
         self.shared.prefer(layer, matrices, ranking)
     }
 
+    /// Gives memory of experts back where less is free than is kept for the program.
+    pub fn look_at_memory(&self) {
+        if let Some(residents) = &self.shared.residents {
+            residents.look_at_memory();
+        }
+    }
+
     /// Reads nothing any more. The program may unmap its files after this call.
     pub fn end(&self) {
         self.shared.ended.store(true, Ordering::SeqCst);

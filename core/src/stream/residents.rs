@@ -19,6 +19,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::memory::{self, Slots, Span};
 use super::pages::{Residency, page_size};
+use super::program;
 use super::requests::{UNITS, Unit};
 use crate::descriptors::{Kept, read_to_string};
 use crate::experts::{ExpertIndex, ExpertSlice, Projection};
@@ -558,11 +559,13 @@ impl Residents {
         let Some((free, _)) = free_memory() else {
             return;
         };
+        let promised = program::untouched();
         let mut held = self.held.lock();
         if !held.may_map() {
             return;
         }
-        let fits = (held.bytes + usable(free)).saturating_sub(self.mapped.others);
+        let others = self.mapped.others.saturating_add(promised);
+        let fits = (held.bytes + usable(free)).saturating_sub(others);
         let limit = self.mapped.most.map_or(fits, |most| most.min(fits));
         self.limit.store(limit, Ordering::Relaxed);
         while held.bytes > limit && self.give_back(&mut held, None) {}

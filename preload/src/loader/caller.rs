@@ -31,6 +31,7 @@ macro_rules! hooks {
             GgufInitStream = gguf_init_from_file_ptr,
             TensorAlloc = ggml_backend_tensor_alloc,
             TensorsAlloc = ggml_backend_alloc_ctx_tensors_from_buft,
+            BufferAlloc = ggml_backend_buft_alloc_buffer,
             BufferGetSize = ggml_backend_buffer_get_size,
             BufferFree = ggml_backend_buffer_free,
             BackendFree = ggml_backend_free,

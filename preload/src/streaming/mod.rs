@@ -8,4 +8,4 @@
 pub mod load;
 mod readers;
 
-pub use readers::{Streaming, figures, prefer, read_again, set_margin};
+pub use readers::{Streaming, figures, make_room, prefer, read_again, set_margin};

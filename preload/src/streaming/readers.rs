@@ -13,6 +13,7 @@ use sidecar_core::config::{Config, ExpertStream};
 use sidecar_core::experts::ExpertName;
 use sidecar_core::memory::{free_memory, usable};
 use sidecar_core::protocol::{Event, NoEffect, StreamFigures};
+use sidecar_core::stream::program::Allocation;
 use sidecar_core::stream::{Mapped, Matrices, Reader, Settings};
 use sidecar_core::text;
 use sidecar_core::trace::{self, Ids};
@@ -226,6 +227,17 @@ fn end_readers() {
     if let Some(streams) = STREAMS.try_read_for(LONGEST_WAIT) {
         streams.iter().for_each(|stream| stream.reader.end());
     }
+}
+
+/// Gives memory of experts back for a buffer that the program is about to allocate; `None` if no model is streamed.
+pub fn make_room(bytes: u64) -> Option<Allocation> {
+    // Not while a model is loaded or freed, by whom it may be called.
+    let streams = STREAMS.try_read()?;
+    let allocation = (!streams.is_empty()).then(|| Allocation::of(bytes));
+    for stream in streams.iter() {
+        stream.reader.look_at_memory();
+    }
+    allocation
 }
 
 /// Returns the reader of a model.
