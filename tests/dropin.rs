@@ -19,7 +19,7 @@ use serde_json::Value;
 use sidecar_core::gguf::{Access, GgufFile};
 use testkit::caches::{best_hits, lfu_hits, lru_hits};
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, Host, Program, control, preload_library, replace};
+use testkit::host::{DropIn, Host, Program, control, hash, preload_library, replace};
 use testkit::mixtures::Mixture;
 
 #[test]
@@ -832,5 +832,26 @@ fn many_swaps_while_the_host_writes() {
     );
     assert!(whole > 0, "texts that no switch fell into");
     assert!(late < early + (8 << 10), "{early} KiB grew to {late} KiB");
+    assert_eq!(host.end(), Some(0));
+}
+
+/// What no call shows is seen before anything is written: the memory of a model is other memory.
+#[test]
+fn memory_that_the_program_has_not_loaded_is_not_written() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("model.gguf");
+    std::fs::copy(fixture("small-moe.gguf"), &path).expect("free space");
+    let mut host = Host::start(Program::CMapped, &path, &DropIn::On(Vec::new()));
+    let before = hash(&host.ask("prefill 8"));
+    assert_eq!(host.ask("own"), "owned");
+    replace(&path, &fixture("small-moe-mixed.gguf"));
+    let answer = host.control("reload");
+    assert_eq!(answer["ok"], false, "{answer}");
+    let lost = "its memory is not that which the program loaded";
+    assert!(answer.to_string().contains(lost), "{answer}");
+    let status = host.control("status").to_string();
+    assert!(status.contains(lost), "{status}");
+    host.wait_logged(lost, 1);
+    assert_eq!(hash(&host.ask("prefill 8")), before);
     assert_eq!(host.end(), Some(0));
 }
