@@ -277,7 +277,7 @@ mod tests {
         assert!(found.defines.len() > 10, "{:?}", found.defines);
         let fixed = RandomState::new();
         let mut refused = 0;
-        for round in 0..if long { 20_000 } else { 1000 } {
+        for round in 0..if long { 1_000_000 } else { 1000 } {
             let random = |which: u32| fixed.hash_one((round, which)) as usize;
             let mut damaged = whole.clone();
             if random(0) % 4 == 0 {

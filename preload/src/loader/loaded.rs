@@ -911,7 +911,7 @@ mod tests {
     #[test]
     fn damaged_tables_are_read_within_the_object() {
         let long = std::env::var_os("SIDECAR_LONG_TESTS").is_some();
-        let rounds = if long { 500_000 } else { 10_000 };
+        let rounds = if long { 5_000_000 } else { 10_000 };
         let libraries = libraries();
         assert_eq!(libraries.len(), 2, "{libraries:?}");
         for path in libraries {
