@@ -2,7 +2,8 @@
 //! kernel denies, files and folders that go, clients that hang. The program answers as without the drop-in,
 //! or the swap is refused by name, and it ends as without it.
 //!
-//! Each event is a row: with one capability in turn, in the long form with all.
+//! Each event is a row: with one capability in turn in a C program, and some in llama-server. The long form has each
+//! event with all capabilities in both, at three moments.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
@@ -18,12 +19,17 @@ use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, built, disturb, hash, preload_library, replace};
 use testkit::memory_limit::MemoryLimit;
 use testkit::process::{before_exec, memory};
+use testkit::server::{Options, Request, Server};
 use testkit::{long_tests, skipped};
 
 const MODEL: &str = "small-moe.gguf";
 const OTHER: &str = "small-moe-mixed.gguf";
+/// Of so many events one happens to a server, too, unless the form is long.
+const OF_SERVER: usize = 12;
 /// The answer has a hash of all logits of a batch, which begins a new text.
 const ASK: &str = "prefill 8";
+/// What a server continues by a token: in one evaluation, which a swap does not divide.
+const PROMPT: &str = "The capital of France is";
 /// How long a client waits for an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Time in which a program without a request is watched, and the ticks of CPU that it may use.
@@ -80,6 +86,87 @@ impl Place {
 type Set = Box<dyn Fn(&Place, &mut Command) + Send + Sync>;
 type Strike = Box<dyn Fn(&Place, &Running) + Send + Sync>;
 
+/// A program that answers.
+enum Beside {
+    Host(Host),
+    Server(Server),
+}
+
+/// Which one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Host,
+    Server,
+}
+
+impl Beside {
+    fn start(
+        kind: Kind,
+        model: &Path,
+        drop_in: DropIn,
+        set: impl FnOnce(&mut Command),
+    ) -> Result<Beside, String> {
+        let options = Options {
+            // Else some weights are not mapped, and not streamed.
+            arguments: vec!["--no-repack".into()],
+            patience: Duration::from_secs(30),
+            drop_in,
+            ..Options::new(1)
+        };
+        match kind {
+            Kind::Host => {
+                let drop_in = &options.drop_in;
+                Host::start_or_end(Program::CMapped, model, drop_in, set).map(Beside::Host)
+            }
+            Kind::Server => Server::start_or_end(model, &options, set).map(Beside::Server),
+        }
+    }
+
+    fn running(&self) -> Running {
+        let (process, socket) = match self {
+            Beside::Host(host) => (host.id(), host.socket()),
+            Beside::Server(server) => (server.id(), server.socket()),
+        };
+        Running {
+            process,
+            socket: socket.to_owned(),
+        }
+    }
+
+    /// What stands for all logits of an answer; `None` if there is none, since the program ended or does not answer.
+    fn ask(&mut self) -> Option<String> {
+        match self {
+            Beside::Host(host) => host.ask_or_end(ASK).map(|answer| hash(&answer)),
+            Beside::Server(server) => {
+                let mut request = Request::new(PROMPT, 1);
+                request.cache_prompt = false;
+                let answer = server.try_complete(&request).ok()?;
+                Some(format!("{}{}", answer.text, answer.probabilities))
+            }
+        }
+    }
+
+    fn is_alive(&mut self) -> bool {
+        match self {
+            Beside::Host(host) => host.is_alive(),
+            Beside::Server(server) => server.lives(),
+        }
+    }
+
+    /// Ends it, unless it has ended; how it ended, and its log.
+    fn end(self) -> (ExitStatus, Vec<String>) {
+        match self {
+            Beside::Host(host) => {
+                let log = host.keep_log();
+                let status = host.status();
+                let log = log.lock().expect("no panic").clone();
+                (status, log)
+            }
+            Beside::Server(server) => server.end(),
+        }
+    }
+}
+
 /// What a program is that runs.
 struct Running {
     process: u32,
@@ -121,10 +208,11 @@ impl Event {
 /// The result of a row.
 #[derive(Debug)]
 struct Outcome {
-    /// The hash of each answer; `None` from where the program has ended.
+    /// What stands for each answer; `None` where there is none.
     answers: Vec<Option<String>>,
     /// Of the last swap before the last answer: how many tensors, or why none.
     swapped: Result<u64, String>,
+    is_alive: bool,
     status: ExitStatus,
     /// Ticks of CPU without a request.
     at_rest: u64,
@@ -167,24 +255,25 @@ fn ticks(process: u32) -> u64 {
 }
 
 /// Runs a row; `None` for the program alone. The reason for which the program did not start.
-fn run(event: &Event, capability: Option<&str>, delay: Duration) -> Result<Outcome, String> {
+fn run(
+    event: &Event,
+    kind: Kind,
+    capability: Option<&str>,
+    delay: Duration,
+) -> Result<Outcome, String> {
     let place = Place::new();
     let drop_in = match capability {
         None => DropIn::Absent,
         Some(capability) => DropIn::On(variables(capability, &place.outputs)),
     };
-    let mut host = Host::start_or_end(Program::CMapped, &place.model, &drop_in, |command| {
+    let mut program = Beside::start(kind, &place.model, drop_in, |command| {
         if capability.is_some() {
             command.env("LD_PRELOAD", &place.library);
         }
         (event.set)(&place, command);
     })?;
-    let running = Running {
-        process: host.id(),
-        socket: host.socket().to_owned(),
-    };
-    let log = host.keep_log();
-    let mut answers = vec![host.ask_or_end(ASK)];
+    let running = program.running();
+    let mut answers = vec![program.ask()];
     if capability.is_some() {
         replace(&place.model, &fixture(OTHER));
     }
@@ -197,54 +286,56 @@ fn run(event: &Event, capability: Option<&str>, delay: Duration) -> Result<Outco
             std::thread::sleep(delay);
             (event.strike)(&place, &running);
         });
-        answers.extend((0..3).map(|_| host.ask_or_end(ASK)));
+        answers.extend((0..3).map(|_| program.ask()));
         reload.join().expect("no panic")
     });
-    answers.push(host.ask_or_end(ASK));
-    if capability.is_some() && host.is_alive() {
+    answers.push(program.ask());
+    if capability.is_some() && program.is_alive() {
         // What the event left under the name of the model.
         if let Ok(again @ 1..) = reload(&running.socket) {
             swapped = Ok(again);
         }
-        answers.push(host.ask_or_end(ASK));
+        answers.push(program.ask());
     }
     let before = ticks(running.process);
     std::thread::sleep(AT_REST.0);
     let at_rest = ticks(running.process).saturating_sub(before);
-    let status = host.status();
-    let log = log.lock().expect("no panic").clone();
+    let is_alive = program.is_alive();
+    let (status, log) = program.end();
     Ok(Outcome {
         answers,
         swapped,
+        is_alive,
         status,
         at_rest,
         log,
     })
 }
 
-/// The hashes of the program with each file, without an event.
+/// What a program answers with each file, without an event.
 struct Expected {
     model: String,
     other: String,
 }
 
-fn expected() -> &'static Expected {
-    static EXPECTED: OnceLock<Expected> = OnceLock::new();
-    let hash = |name: &str| {
-        let mut host = Host::start(Program::CMapped, &fixture(name), &DropIn::Absent);
-        hash(&host.ask(ASK))
+fn expected(kind: Kind) -> &'static Expected {
+    static EXPECTED: [OnceLock<Expected>; 2] = [const { OnceLock::new() }; 2];
+    let answer = |name: &str| {
+        let mut program = Beside::start(kind, &fixture(name), DropIn::Absent, |_| ())
+            .unwrap_or_else(|log| panic!("it does not start: {log}"));
+        program.ask().expect("an answer")
     };
-    EXPECTED.get_or_init(|| Expected {
-        model: hash(MODEL),
-        other: hash(OTHER),
+    EXPECTED[kind as usize].get_or_init(|| Expected {
+        model: answer(MODEL),
+        other: answer(OTHER),
     })
 }
 
 /// What a row shows: a word, or what is wrong.
-fn judge(alone: &Outcome, with: &Outcome) -> Result<String, String> {
-    let expected = expected();
-    let mut answers = with.answers.iter().map_while(Option::as_deref).map(hash);
-    if answers.any(|hash| hash != expected.model && hash != expected.other) {
+fn judge(kind: Kind, alone: &Outcome, with: &Outcome) -> Result<String, String> {
+    let expected = expected(kind);
+    let mut answers = with.answers.iter().flatten();
+    if answers.any(|answer| *answer != expected.model && *answer != expected.other) {
         return Err(format!("an answer of neither file: {:?}", with.answers));
     }
     if with.status != alone.status {
@@ -253,27 +344,29 @@ fn judge(alone: &Outcome, with: &Outcome) -> Result<String, String> {
             with.status, alone.status
         ));
     }
-    let ended = |of: &Outcome| of.answers.iter().any(Option::is_none);
-    if ended(with) {
-        return match ended(alone) {
+    if with.answers.contains(&None) {
+        return match alone.answers.contains(&None) && with.is_alive == alone.is_alive {
+            true if with.is_alive => Ok("same: no answer".into()),
             true => Ok(format!("same: {}", with.status)),
-            false => Err("ended, where the program alone did not".into()),
+            false => Err(format!(
+                "no answer, where the program alone has: {:?}",
+                with.answers
+            )),
         };
     }
     if with.at_rest > AT_REST.1 {
         return Err(format!("{} ticks of CPU without a request", with.at_rest));
     }
-    let [.., before, last] = &with.answers[..] else {
+    let [.., Some(before), Some(last)] = &with.answers[..] else {
         return Err("no answers".into());
     };
-    let last = hash(last.as_deref().expect("an answer"));
     match &with.swapped {
-        Ok(1..) if last == expected.other => Ok("same: swapped".into()),
+        Ok(1..) if *last == expected.other => Ok("same: swapped".into()),
         Ok(swapped) if *swapped > 0 => Err("swapped, and not read".into()),
         Ok(_) => Err("neither swapped nor refused".into()),
         // The state of a swap without a reply is known from the answers, which agree.
-        Err(why) if last == hash(before.as_deref().expect("an answer")) => {
-            let is_named = why.starts_with("no answer") || last == expected.model;
+        Err(why) if last == before => {
+            let is_named = why.starts_with("no answer") || *last == expected.model;
             match is_named {
                 true => Ok(format!(
                     "refused: {}",
@@ -638,27 +731,29 @@ fn an_event_changes_no_answer_and_no_end() {
     events.extend(falling_memory());
     events.extend(signals().chain(limits()).chain(denials()).chain(files()));
     events.retain(|event| event.name.contains(&wanted));
-    expected();
     let (next, rows) = (AtomicUsize::new(0), Arc::new(Mutex::new(Vec::new())));
+    let all: Vec<(usize, &Event, Kind)> = events
+        .iter()
+        .enumerate()
+        .flat_map(|(at, event)| [(at, event, Kind::Host), (at, event, Kind::Server)])
+        .filter(|(at, _, kind)| *kind == Kind::Host || long_tests() || at % OF_SERVER == 0)
+        .collect();
     std::thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {
-                while let Some(event) = events.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let at = events
-                        .iter()
-                        .position(|of| of.name == event.name)
-                        .expect("one of them");
-                    let alone = run(event, None, Duration::ZERO);
+                while let Some((at, event, kind)) = all.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let alone = run(event, *kind, None, Duration::ZERO);
                     let of_row = |capability: &str, seed: usize| {
                         let delay = Duration::from_millis((at * 37 + seed * 61) as u64 % 120);
-                        let found = match (&alone, run(event, Some(capability), delay)) {
+                        let with = run(event, *kind, Some(capability), delay);
+                        let found = match (&alone, with) {
                             (Err(_), Err(_)) => Ok("same: does not start".into()),
                             (Ok(_), Err(log)) => Err(format!("does not start: {log}")),
                             (Err(log), Ok(_)) => Ok(format!("starts; alone it does not: {log}")),
-                            (Ok(alone), Ok(with)) => judge(alone, &with)
+                            (Ok(alone), Ok(with)) => judge(*kind, alone, &with)
                                 .map_err(|wrong| format!("{wrong}\n{}", with.log.join("\n"))),
                         };
-                        let row = (event.name.clone(), capability.to_owned(), found);
+                        let row = (event.name.clone(), *kind, capability.to_owned(), found);
                         rows.lock().expect("no panic").push(row);
                     };
                     match long_tests() {
@@ -677,9 +772,9 @@ fn an_event_changes_no_answer_and_no_end() {
         }
     });
     let mut rows = std::mem::take(&mut *rows.lock().expect("no panic"));
-    rows.sort_by(|a, b| (&a.0, &a.1).cmp(&(&b.0, &b.1)));
+    rows.sort_by(|a, b| (&a.0, a.1 as usize, &a.2).cmp(&(&b.0, b.1 as usize, &b.2)));
     let mut wrong = 0;
-    for (event, capability, found) in &rows {
+    for (event, kind, capability, found) in &rows {
         let text = match found {
             Ok(text) => text.lines().next().unwrap_or_default().to_owned(),
             Err(text) => {
@@ -687,7 +782,7 @@ fn an_event_changes_no_answer_and_no_end() {
                 format!("WRONG: {text}")
             }
         };
-        println!("{event} | {capability} | {text}");
+        println!("{event} | {kind:?} | {capability} | {text}");
     }
     println!("{} rows, {wrong} wrong", rows.len());
     assert_eq!(wrong, 0);

@@ -17,7 +17,7 @@ pub use crate::llama_cpp::{LlamaCpp, llama_cpp, llama_cpp_dl, older_llama_cpp};
 
 /// The program that lends a machine's devices through RPC.
 pub const RPC_SERVER: &str = "ggml-rpc-server";
-/// How long a server may take to start, to answer and to end, on a busy machine.
+/// How long a server may take to end, and to start and to answer unless a test knows better, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(300);
 /// What a server may answer at most.
 const LONGEST_ANSWER: u64 = 64 << 20;
@@ -67,6 +67,8 @@ pub struct Options {
     pub arguments: Vec<String>,
     /// Further variables of the process.
     pub variables: Vec<(String, String)>,
+    /// How long it may take to start and to answer.
+    pub patience: Duration,
     /// How the drop-in takes part.
     pub drop_in: DropIn,
 }
@@ -76,6 +78,7 @@ pub struct Server {
     child: Child,
     url: String,
     api_key: &'static str,
+    patience: Duration,
     log: PathBuf,
     socket: PathBuf,
     folder: tempfile::TempDir,
@@ -122,6 +125,7 @@ impl Options {
             api_key: None,
             arguments: Vec::new(),
             variables: Vec::new(),
+            patience: PATIENCE,
             drop_in: DropIn::On(Vec::new()),
         }
     }
@@ -130,16 +134,31 @@ impl Options {
 impl Server {
     /// Starts a server and waits until it has loaded its model.
     pub fn start(model: &Path, options: &Options) -> Server {
-        Server::launch(&["--model".as_ref(), model.as_os_str()], options)
+        Server::launch(&["--model".as_ref(), model.as_os_str()], options, |_| ())
+            .expect("it starts")
+    }
+
+    /// The same with further settings of the process; the log of a server that does not start.
+    pub fn start_or_end(
+        model: &Path,
+        options: &Options,
+        set: impl FnOnce(&mut Command),
+    ) -> Result<Server, String> {
+        Server::launch(&["--model".as_ref(), model.as_os_str()], options, set)
     }
 
     /// Starts a server that starts a server of its own for each model of a folder, with the first
     /// request for that model.
     pub fn start_router(models: &Path, options: &Options) -> Server {
-        Server::launch(&["--models-dir".as_ref(), models.as_os_str()], options)
+        let models = ["--models-dir".as_ref(), models.as_os_str()];
+        Server::launch(&models, options, |_| ()).expect("it starts")
     }
 
-    fn launch(models: &[&OsStr], options: &Options) -> Server {
+    fn launch(
+        models: &[&OsStr],
+        options: &Options,
+        set: impl FnOnce(&mut Command),
+    ) -> Result<Server, String> {
         let program = (options.build)("llama-server");
         assert!(
             program.exists(),
@@ -174,9 +193,9 @@ impl Server {
         }
         options.drop_in.prepare(&mut command, &socket);
         command.envs(options.variables.iter().cloned());
+        set(&mut command);
         let url = options.port.map(|port| format!("http://127.0.0.1:{port}"));
-        let key = options.api_key.unwrap_or_default();
-        Server::spawn(command, folder, url.unwrap_or_default(), key)
+        Server::spawn(command, folder, url.unwrap_or_default(), options)
     }
 
     /// Starts a command that ends with a llama-server and its options, and waits until the server has loaded its
@@ -184,15 +203,15 @@ impl Server {
     pub fn of_command(mut command: Command) -> Server {
         let folder = tempfile::tempdir().expect("a folder");
         command.args(["--host", "127.0.0.1", "--port", "0", "--offline"]);
-        Server::spawn(command, folder, String::new(), "")
+        Server::spawn(command, folder, String::new(), &Options::new(1)).expect("it starts")
     }
 
     fn spawn(
         mut command: Command,
         folder: tempfile::TempDir,
         url: String,
-        api_key: &'static str,
-    ) -> Server {
+        options: &Options,
+    ) -> Result<Server, String> {
         let socket = folder.path().join("socket");
         let log = folder.path().join("log");
         let output = File::create(&log).expect("free space");
@@ -213,17 +232,18 @@ impl Server {
         let mut server = Server {
             child,
             url,
-            api_key,
+            api_key: options.api_key.unwrap_or_default(),
+            patience: options.patience,
             log,
             socket,
             folder,
         };
-        server.wait_until_loaded();
-        server
+        server.wait_until_loaded()?;
+        Ok(server)
     }
 
-    fn wait_until_loaded(&mut self) {
-        let deadline = Instant::now() + PATIENCE;
+    fn wait_until_loaded(&mut self) -> Result<(), String> {
+        let deadline = Instant::now() + self.patience;
         loop {
             let listening = self.logged("listening on http://");
             let url = listening
@@ -235,15 +255,16 @@ impl Server {
             if !self.url.is_empty() {
                 let health = self.get("/health");
                 if health.is_ok_and(|answer| answer.status() == 200) {
-                    return;
+                    return Ok(());
                 }
             }
             let ended = self.child.try_wait().expect("a child");
-            assert!(
-                ended.is_none() && Instant::now() < deadline,
-                "the server does not start ({ended:?}); its log:\n{}",
-                self.log().join("\n")
-            );
+            if ended.is_some() || Instant::now() > deadline {
+                let log = self.log().join("\n");
+                return Err(format!(
+                    "the server does not start ({ended:?}); its log:\n{log}"
+                ));
+            }
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -284,15 +305,25 @@ impl Server {
         lines
     }
 
+    /// A client that closes its connection after each request and treats no status as an error.
+    fn agent(&self) -> ureq::Agent {
+        ureq::Agent::config_builder()
+            .http_status_as_error(false)
+            .max_idle_connections(0)
+            .timeout_global(Some(self.patience))
+            .build()
+            .into()
+    }
+
     /// Sends a GET request.
     pub fn get(&self, path: &str) -> Result<Response<Body>, ureq::Error> {
-        agent().get(format!("{}{path}", self.url)).call()
+        self.agent().get(format!("{}{path}", self.url)).call()
     }
 
     /// Sends a POST request with a body of JSON. Dropping the answer before its end cancels the
     /// request.
     pub fn post(&self, path: &str, body: &Value) -> Result<Response<Body>, ureq::Error> {
-        agent()
+        self.agent()
             .post(format!("{}{path}", self.url))
             .header("Content-Type", "application/json")
             .header("Authorization", format!("Bearer {}", self.api_key))
@@ -406,8 +437,10 @@ impl Server {
     }
 
     /// Terminates it; returns its exit status and its log.
-    pub fn end(self) -> (ExitStatus, Vec<String>) {
-        self.signal(libc::SIGTERM);
+    pub fn end(mut self) -> (ExitStatus, Vec<String>) {
+        if self.lives() {
+            self.signal(libc::SIGTERM);
+        }
         self.wait()
     }
 
@@ -493,14 +526,4 @@ impl Answer {
             evaluated: timing("prompt_n")?,
         })
     }
-}
-
-/// A client that closes its connection after each request and treats no status as an error.
-fn agent() -> ureq::Agent {
-    ureq::Agent::config_builder()
-        .http_status_as_error(false)
-        .max_idle_connections(0)
-        .timeout_global(Some(PATIENCE))
-        .build()
-        .into()
 }
