@@ -610,7 +610,7 @@ fn falling_memory() -> Vec<Event> {
 /// What is under the name of the model.
 fn files() -> impl Iterator<Item = Event> {
     type Put = fn(&Path);
-    let all: [(&str, Put); 8] = [
+    let all: [(&str, Put); 9] = [
         ("is deleted", |_| ()),
         ("is empty", |path| drop(File::create(path).expect("a file"))),
         ("is a folder", |path| {
@@ -626,6 +626,14 @@ fn files() -> impl Iterator<Item = Event> {
         ("is a hole", |path| {
             let file = File::create(path).expect("a file");
             file.set_len(1 << 40).expect("a hole");
+        }),
+        ("has a hole", |path| {
+            fs::copy(fixture(OTHER), path).expect("free space");
+            let status = Command::new("fallocate")
+                .args(["--punch-hole", "--offset", "20MiB", "--length", "20MiB"])
+                .arg(path)
+                .status();
+            assert!(status.expect("it starts").success());
         }),
         ("is a text", |path| {
             fs::write(path, "GGUF, not").expect("free space");
@@ -645,8 +653,17 @@ fn files() -> impl Iterator<Item = Event> {
     })
 }
 
+/// Loads a library of the tests before that of the drop-in.
+fn load_beside(command: &mut Command, library: &str) {
+    let mut all = built(library).into_os_string();
+    if let Some((_, Some(preloaded))) = command.get_envs().find(|(name, _)| *name == "LD_PRELOAD") {
+        all.push(":");
+        all.push(preloaded);
+    }
+    command.env("LD_PRELOAD", all);
+}
+
 fn surroundings() -> Vec<Event> {
-    let clock = built("hosts-c/libmoving_clock.so");
     let mut events = vec![
         Event::later("the library is deleted", |place, _| {
             fs::remove_file(&place.library).expect("a file");
@@ -654,12 +671,17 @@ fn surroundings() -> Vec<Event> {
         Event::later("the library is replaced", |place, _| {
             replace(&place.library, &fixture(MODEL));
         }),
-        Event::at_start("clocks move", move |_, command| {
-            let preloaded = command.get_envs().find(|(name, _)| *name == "LD_PRELOAD");
-            let library = preloaded.and_then(|(_, value)| value).unwrap_or_default();
-            let both = [clock.as_os_str(), library].join(":".as_ref());
-            command.env("LD_PRELOAD", both);
+        Event::at_start("clocks move", |_, command| {
+            load_beside(command, "hosts-c/libmoving_clock.so");
         }),
+        Event {
+            name: "all descriptors are closed".into(),
+            set: Box::new(|_, command| load_beside(command, "hosts-c/libclosing.so")),
+            strike: Box::new(|_, of| {
+                // SAFETY: a child that was not waited for.
+                unsafe { libc::kill(of.process as libc::pid_t, libc::SIGUSR2) };
+            }),
+        },
         Event::later("clients hang", |_, of| {
             let (over, count) = (AtomicBool::new(false), AtomicU64::new(0));
             std::thread::scope(|scope| {
