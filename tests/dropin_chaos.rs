@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use testkit::fixtures::fixture;
@@ -296,6 +296,11 @@ fn run(
             swapped = Ok(again);
         }
         answers.push(program.ask());
+    }
+    // A server that was told to end, and is told again, ends in another way.
+    let deadline = Instant::now() + PATIENCE;
+    while answers.contains(&None) && program.is_alive() && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(10));
     }
     let before = ticks(running.process);
     std::thread::sleep(AT_REST.0);
