@@ -3,5 +3,7 @@
 
 pub mod sync;
 
+#[path = "../../../core/src/stream/arrivals.rs"]
+pub mod arrivals;
 #[path = "../../../preload/src/program/barrier.rs"]
 pub mod barrier;
