@@ -32,12 +32,15 @@ const MOST_SHORT: u64 = 3;
 
 /// Executes a test once for each interleaving, and writes how many there were. If there are too many, executes
 /// those with at most `preemptions`, and with one more in the long form of the tests. A wait with a limit takes
-/// `wait` of the time and ends without a notification; if `wait` is zero, only a notification ends it.
+/// `wait` of the time and ends without a notification; if `wait` is zero, only a notification ends it. One test
+/// of the process runs at a time.
 pub fn explore(
     preemptions: Option<usize>,
     wait: Duration,
     test: impl Fn() + Send + Sync + 'static,
 ) {
+    static ONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    let _one = ONE.lock().unwrap_or_else(|failed| failed.into_inner());
     let order = Ordering::Relaxed;
     let before = EXECUTIONS.load(order);
     WAIT.store(wait.as_nanos() as u64, order);
