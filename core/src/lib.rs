@@ -23,6 +23,7 @@
 //! | [`text`] | text from outside, for each kind of output |
 //! | [`descriptors`] | descriptors inside a program that has its own |
 //! | [`signals`] | signals that this library keeps from the program |
+//! | `sync` | atomics and locks, which a test replaces |
 // Tests are no programs of users.
 #![cfg_attr(test, allow(clippy::disallowed_methods))]
 
@@ -42,5 +43,6 @@ pub mod reload;
 pub mod signals;
 pub mod stream;
 pub mod summary;
+mod sync;
 pub mod text;
 pub mod trace;

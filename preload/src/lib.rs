@@ -19,6 +19,7 @@
 //! | [`loader`] | loaded objects, and the calls between them |
 //! | [`ggml`] | a copy of ggml: its functions and the layout of its tensors |
 //! | [`process`] | threads, signals, mappings, the journal |
+//! | [`sync`] | atomics and locks, which a test replaces |
 //!
 //! A capability is a module that implements [`program::capability::Capability`], and a line in the
 //! list of [`lifecycle`].
@@ -44,6 +45,7 @@ mod process;
 mod program;
 mod rounds;
 mod streaming;
+mod sync;
 mod trace;
 
 #[global_allocator]

@@ -13,6 +13,7 @@
 //! | `router` | a guess at the routing of the next layer |
 //! | [`preference`](Ranking) | a choice that prefers experts in memory: the one part that changes results |
 //! | `requests`, `pages` | experts to be read; the page cache of a file |
+//! | `arrivals` | the states of matrices that are read, and waits for them |
 //! | `memory` | private memory in place of pages of a mapped file |
 //! | [`program`] | memory that the program has allocated and not touched |
 //!
@@ -25,6 +26,7 @@
 //! A reader changes no byte of a file, and can stop at any time. It must have the files open that the program has
 //! mapped.
 
+mod arrivals;
 mod memory;
 mod pages;
 mod preference;

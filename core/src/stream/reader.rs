@@ -11,10 +11,11 @@ use std::time::{Duration, Instant};
 
 use once_cell::sync::OnceCell;
 
+use super::arrivals::Reason;
 use super::pages::{self, Residency, WINDOW};
 use super::preference::Ranking;
 use super::requests::{ExpertSet, Requests, UNITS, Unit};
-use super::residents::{Mapped, Reason, Residents};
+use super::residents::{Mapped, Residents};
 use super::router::Routers;
 use crate::descriptors::Kept;
 use crate::experts::{ExpertIndex, ExpertSlice, ExpertTensor, MAX_EXPERTS, Projection};

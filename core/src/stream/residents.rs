@@ -12,11 +12,12 @@
 use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 
+use super::arrivals::{Arrivals, Read, Reason, State};
 use super::memory::{self, Slots, Span};
 use super::pages::{Residency, page_size};
 use super::program;
@@ -34,21 +35,11 @@ const CANDIDATES: usize = 64;
 const LOOK_BYTES: u64 = 32 << 20;
 /// Mappings that are left to the program (`vm.max_map_count`). A matrix in memory needs two.
 const SPARE_MAPPINGS: usize = 8192;
-/// How long a wait lasts before it checks that threads are there.
-const CHECK_PERIOD: Duration = Duration::from_millis(200);
 /// How long the end of the process waits for a lock.
 const LONGEST_WAIT: Duration = Duration::from_millis(500);
 
-/// What several threads wait for.
-const ANY: usize = usize::MAX;
-
 /// Matrices that are in memory of this process, of all readers.
 static PLACED: AtomicUsize = AtomicUsize::new(0);
-
-const ABSENT: u8 = 0;
-const QUEUED: u8 = 1;
-const READING: u8 = 2;
-const HERE: u8 = 3;
 
 /// Where the expert tensors of a model are mapped.
 #[derive(Debug, Clone, Default)]
@@ -79,19 +70,10 @@ impl Mapped {
     }
 }
 
-/// Why a matrix is read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Reason {
-    /// A layer was routed to its expert.
-    Routed,
-    /// A layer will probably be routed to it.
-    Guessed,
-}
-
 /// A matrix of an expert.
 #[derive(Debug, Default)]
 struct Piece {
-    state: AtomicU8,
+    state: State,
     /// How often it was used, with less weight for uses long ago: the bits of an `f32`.
     uses: AtomicU32,
     /// The evaluation of the last use.
@@ -175,11 +157,7 @@ pub struct Residents {
     current: AtomicUsize,
     /// Whether all experts of the current layer, and of the layers after it, are used one after the other.
     scans: AtomicBool,
-    waiters: AtomicUsize,
-    /// The matrix that the waiting thread waits for, or [`ANY`].
-    awaited: AtomicUsize,
-    lock: Mutex<()>,
-    read: Condvar,
+    arrivals: Arrivals,
 }
 
 impl Residents {
@@ -229,10 +207,7 @@ impl Residents {
             evaluation: AtomicU32::new(0),
             current: AtomicUsize::new(0),
             scans: AtomicBool::new(false),
-            waiters: AtomicUsize::new(0),
-            awaited: AtomicUsize::new(ANY),
-            lock: Mutex::default(),
-            read: Condvar::new(),
+            arrivals: Arrivals::default(),
         };
         residents.look_at_memory();
         Ok(residents)
@@ -289,17 +264,13 @@ impl Residents {
             piece.uses.store(uses.to_bits(), Ordering::Relaxed);
             piece.last.store(now, Ordering::Relaxed);
         }
-        let order = Ordering::SeqCst;
-        let queued = piece.state.compare_exchange(ABSENT, QUEUED, order, order);
-        (queued.is_err(), queued.is_ok())
+        let queued = piece.state.queue();
+        (!queued, queued)
     }
 
     /// Whether a matrix is neither here nor on its way.
     pub fn is_absent(&self, unit: Unit, expert: u32) -> bool {
-        self.pieces[self.piece_of(unit, expert)]
-            .state
-            .load(Ordering::Relaxed)
-            == ABSENT
+        self.pieces[self.piece_of(unit, expert)].state.is_absent()
     }
 
     /// Waits until no matrix of a unit is queued or being read, as long as `goes_on`. Returns whether it
@@ -310,20 +281,10 @@ impl Residents {
         // The last one was requested last.
         for piece in (first..first + self.experts).rev() {
             let state = &self.pieces[piece].state;
-            let is_coming = || matches!(state.load(Ordering::SeqCst), QUEUED | READING);
-            if !is_coming() {
-                continue;
+            if state.is_coming() {
+                waited = true;
+                self.arrivals.wait(piece, state, &goes_on);
             }
-            waited = true;
-            let mut lock = self.lock.lock();
-            let others = self.waiters.fetch_add(1, Ordering::SeqCst);
-            let awaited = if others == 0 { piece } else { ANY };
-            self.awaited.store(awaited, Ordering::SeqCst);
-            while is_coming() && goes_on() {
-                self.read.wait_for(&mut lock, CHECK_PERIOD);
-            }
-            self.awaited.store(ANY, Ordering::SeqCst);
-            self.waiters.fetch_sub(1, Ordering::SeqCst);
         }
         waited
     }
@@ -338,21 +299,12 @@ impl Residents {
         residency: impl Fn(usize) -> Residency,
     ) -> Option<u64> {
         let piece = self.piece_of(unit, expert);
-        let before = match reason {
-            Reason::Routed => QUEUED,
-            Reason::Guessed => ABSENT,
-        };
-        let (state, order) = (&self.pieces[piece].state, Ordering::SeqCst);
-        if state
-            .compare_exchange(before, READING, order, order)
-            .is_err()
-        {
+        let state = &self.pieces[piece].state;
+        let Some(reading) = self.arrivals.begin(piece, state, reason) else {
             // Another thread reads it, or a routed layer has requested it.
             return Some(0);
-        }
-        let reading = Reading(self, piece);
-        let read = self.read(piece, residency);
-        drop(reading);
+        };
+        let read = self.read(piece, reading, residency);
         if self.unlooked.load(Ordering::Relaxed) >= LOOK_BYTES {
             self.look_at_memory();
         }
@@ -360,7 +312,12 @@ impl Residents {
     }
 
     /// Reads a matrix into a slot, and maps the slot.
-    fn read(&self, piece: usize, residency: impl Fn(usize) -> Residency) -> Option<u64> {
+    fn read(
+        &self,
+        piece: usize,
+        reading: Read,
+        residency: impl Fn(usize) -> Residency,
+    ) -> Option<u64> {
         let slice = self.slice(piece)?;
         let span = self.mapped.span(&slice, self.page)?;
         let (slot, generation) = self.take_slot(span.len, piece)?;
@@ -389,7 +346,7 @@ impl Residents {
             held.pieces.push(piece as u32);
             PLACED.fetch_add(1, Ordering::Relaxed);
             self.pieces[piece].slot.store(slot, Ordering::Relaxed);
-            self.finish(piece, HERE);
+            reading.succeed();
             return Some(if cached { 0 } else { slice.nbytes });
         }
         if placed.is_some() {
@@ -400,17 +357,6 @@ impl Residents {
         self.slots.release(slot, span.len);
         held.free.push(slot);
         None
-    }
-
-    /// Changes the state of a matrix that was being read, and wakes the thread that waits for it.
-    fn finish(&self, piece: usize, state: u8) {
-        self.pieces[piece].state.store(state, Ordering::SeqCst);
-        let awaited = self.awaited.load(Ordering::SeqCst);
-        let is_awaited = awaited == piece || awaited == ANY;
-        if is_awaited && self.waiters.load(Ordering::SeqCst) > 0 {
-            drop(self.lock.lock());
-            self.read.notify_all();
-        }
     }
 
     /// Returns a slot of a size for a matrix, and the generation; others give theirs back. `None` where none can.
@@ -468,7 +414,7 @@ impl Residents {
         }
         held.pieces.swap_remove(at);
         PLACED.fetch_sub(1, Ordering::Relaxed);
-        self.pieces[piece].state.store(ABSENT, Ordering::SeqCst);
+        self.pieces[piece].state.leave();
         self.place_borders(piece, &span);
         held.bytes -= span.len as u64;
         // The next read is into this slot, unless its matrix needs more memory.
@@ -503,7 +449,7 @@ impl Residents {
                 continue;
             };
             let common = theirs.common(span);
-            if common.len > 0 && of.state.load(Ordering::SeqCst) == HERE {
+            if common.len > 0 && of.state.is_here() {
                 let slot = of.slot.load(Ordering::Relaxed) + common.address - theirs.address;
                 // SAFETY: as in `read`. Without the slot, the page is that of the file.
                 let _ = unsafe { self.slots.place(slot, &common) };
@@ -604,19 +550,6 @@ fn slots_for(sizes: &[usize], most: Option<u64>) -> (usize, usize) {
         largest,
         sizes.len().min(usize::try_from(fit).unwrap_or(usize::MAX)),
     )
-}
-
-/// A matrix that is being read; it is absent if it is not here in the end.
-struct Reading<'a>(&'a Residents, usize);
-
-impl Drop for Reading<'_> {
-    fn drop(&mut self) {
-        let Reading(residents, piece) = self;
-        let state = &residents.pieces[*piece].state;
-        if state.load(Ordering::SeqCst) == READING {
-            residents.finish(*piece, ABSENT);
-        }
-    }
 }
 
 impl Piece {

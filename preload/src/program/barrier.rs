@@ -8,15 +8,19 @@
 //! Each scheduler has a [`Slot`], which its thread writes and a switch reads. Each side
 //! publishes its own state before it reads the other's: an evaluation stores its state and
 //! then loads `pending`, a switch stores `pending` and then loads the states, all
-//! sequentially consistent. At least one of them sees the other.
+//! sequentially consistent. At least one of them sees the other. `tests/interleavings` executes
+//! this module with each order of these accesses.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use once_cell::sync::{Lazy, OnceCell};
-use parking_lot::{Condvar, Mutex, MutexGuard};
 use sidecar_core::reload::{Pauses, Switched};
+
+use crate::sync::{
+    AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Condvar, Instant, Mutex, MutexGuard,
+    Ordering,
+};
 
 /// How long a switch waits for evaluations to end. Evaluations of large models on slow
 /// machines take minutes; after this time the reload fails and starts again later.
