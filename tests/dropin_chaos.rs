@@ -297,7 +297,7 @@ fn run(
         }
         answers.push(program.ask());
     }
-    // A server that was told to end, and is told again, ends in another way.
+    // A second SIGTERM ends a server in another way.
     let deadline = Instant::now() + PATIENCE;
     while answers.contains(&None) && program.is_alive() && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(10));

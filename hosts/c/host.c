@@ -329,7 +329,7 @@ static void use(const char * numbers) {
     puts("not found");
 }
 
-// As a program that frees a model and loads another one at the same place, by calls that nobody sees.
+// As a program that frees a model and loads another one at the same place, by calls that no hook sees.
 static void own_mappings(void) {
     FILE * maps = fopen("/proc/self/maps", "r");
     char line[4352];

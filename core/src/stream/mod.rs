@@ -12,10 +12,10 @@
 //! | [`residents`](Mapped) | experts in memory of the process, in place of pages of their file |
 //! | `router` | a guess at the routing of the next layer |
 //! | [`preference`](Ranking) | a choice that prefers experts in memory: the one part that changes results |
+//! | [`program`] | memory that the program has allocated and not touched |
 //! | `requests`, `pages` | experts to be read; the page cache of a file |
 //! | `arrivals` | the states of matrices that are read, and waits for them |
 //! | `memory` | private memory in place of pages of a mapped file |
-//! | [`program`] | memory that the program has allocated and not touched |
 //!
 //! | | through the page cache | in memory of the process |
 //! |---|---|---|
