@@ -113,7 +113,7 @@ impl Arrivals {
             Reason::Routed => QUEUED,
             Reason::Guessed => ABSENT,
         };
-        state.change(before, READING).then_some(Read {
+        state.change(before, READING).then(|| Read {
             arrivals: self,
             piece,
             state,
@@ -148,5 +148,27 @@ impl Drop for Read<'_> {
             drop(self.arrivals.lock.lock());
             self.arrivals.read.notify_all();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_read_that_does_not_begin_ends_no_other() {
+        let (arrivals, state) = (Arrivals::default(), State::default());
+        let begin = |reason| arrivals.begin(0, &state, reason);
+        assert!(state.queue());
+        assert!(begin(Reason::Guessed).is_none());
+        assert!(state.is_coming());
+        let read = begin(Reason::Routed).expect("it is queued");
+        for reason in [Reason::Guessed, Reason::Routed] {
+            assert!(begin(reason).is_none());
+            assert!(state.is_coming());
+        }
+        read.succeed();
+        assert!(begin(Reason::Routed).is_none());
+        assert!(state.is_here());
     }
 }
