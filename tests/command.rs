@@ -1042,6 +1042,42 @@ fn doctor_counts_what_the_program_uses_of_a_file_with_any_name() {
 }
 
 #[test]
+fn a_trace_and_its_model_have_any_name() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &[u8]| folder.path().join(OsStr::from_bytes(name));
+    let (model, trace) = (path(b"caf\xe9\n.gguf"), path(b"trace\xe9\n.json"));
+    std::fs::copy(fixture("small-moe.gguf"), &model).expect("free space");
+    std::fs::write(path(b"commands"), "text 2\n").expect("free space");
+    let output = Command::new(built("release/llama-sidecar"))
+        .args(["run", "--expert-trace-output"])
+        .arg(&trace)
+        .arg("--")
+        .arg(built("hosts-c/host"))
+        .arg(upstream_libraries())
+        .arg(&model)
+        .stdin(File::open(path(b"commands")).expect("a file"))
+        .output()
+        .expect("it starts");
+    let text = String::from_utf8_lossy(&output.stderr);
+    let written = format!(
+        "trace written to {}/trace\\xE9\\x0A.json",
+        folder.path().display()
+    );
+    assert!(
+        text.contains(&written) && !text.contains('\u{fffd}'),
+        "{text}"
+    );
+    let output = Command::new(built("release/llama-sidecar"))
+        .arg("report")
+        .arg(&trace)
+        .args(["--pin", "50%", "-o"])
+        .arg(path(b"ranges.csv"))
+        .output()
+        .expect("it starts");
+    assert!(output.status.success(), "{output:?}");
+}
+
+#[test]
 fn doctor_reports_reachable_hooks() {
     let host = c_host("smollm2.gguf");
     let script = format!("(echo text 2; sleep 60) | {}", host.join(" "));

@@ -6,7 +6,7 @@ mod hosts;
 mod models;
 
 use std::collections::BTreeSet;
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::ops::Range;
 use std::path::Path;
 
@@ -383,9 +383,13 @@ fn a_weight_takes_its_scales_and_its_bias_from_another_file_from_source() {
         let mut kinds = BTreeSet::new();
         for weight in &original.tensors {
             let name = CString::new(weight.name.as_str()).expect("no zero");
-            let names: Vec<String> = companions(&name)
+            let has = |name: &CStr| {
+                let mut tensors = original.tensors.iter();
+                tensors.any(|of| of.name.as_bytes() == name.to_bytes())
+            };
+            let names = companions(&name, has).into_iter();
+            let names: Vec<String> = names
                 .map(|name| name.into_string().expect("text"))
-                .filter(|name| original.tensors.iter().any(|of| of.name == *name))
                 .collect();
             // The first layer that has it.
             let kind = weight.name.replace(|c: char| c.is_ascii_digit(), "");

@@ -10,6 +10,8 @@
 //               callback that llama.cpp has for looking at an evaluation; JSON
 //   scores      with HOST_COUNT: the operation that makes scores of the router's product: `none`,
 //               SOFT_MAX, SIGMOID, or another name of ggml's
+//   graph FILE  with HOST_COUNT: writes each node of the next evaluations to a file, and before it its
+//               sources: address, operation, name and addresses of sources, with tabs between them: `writes`
 //   end         ends the process
 //
 // HOST_EXPERTS_ON_CPU keeps routed experts in host memory, as llama.cpp's flag -cmoe does.
@@ -66,6 +68,7 @@ const char * ggml_op_desc(const struct ggml_tensor * tensor);
 void ggml_backend_tensor_get(const struct ggml_tensor * tensor, void * data, size_t offset, size_t size);
 
 #define MOST_TOKENS 40
+#define MOST_SOURCES 10
 #define MOST_LAYERS 64
 #define MOST_EXPERTS 256
 
@@ -76,9 +79,27 @@ static uint64_t counts[MOST_LAYERS][MOST_EXPERTS];
 // the smaller experts beside them.
 static bool counted[MOST_LAYERS];
 static char scores[32] = "none";
+static FILE * graph;
 
 static void quiet(int level, const char * text, void * user_data) {
     (void) level, (void) text, (void) user_data;
+}
+
+static void write_tensor(const struct ggml_tensor * tensor, bool is_node) {
+    // The place in struct ggml_tensor, as in hosts/python/host.py.
+    const struct ggml_tensor * const * sources = (const void *) ((const char *) tensor + 152);
+    for (int at = 0; is_node && at < MOST_SOURCES; at++) {
+        if (sources[at]) {
+            write_tensor(sources[at], false);
+        }
+    }
+    fprintf(graph, "%p\t%s\t%s", (const void *) tensor, ggml_op_desc(tensor), ggml_get_name(tensor));
+    for (int at = 0; at < MOST_SOURCES; at++) {
+        if (sources[at]) {
+            fprintf(graph, "\t%p", (const void *) sources[at]);
+        }
+    }
+    fputc('\n', graph);
 }
 
 // Counts the experts of a layer. llama.cpp calls it before each node, whether the node is of
@@ -88,6 +109,9 @@ static bool count_experts(struct ggml_tensor * tensor, bool ask, void * user_dat
     static const char topk[] = "ffn_moe_topk-";
     static const char probs[] = "ffn_moe_probs-";
     const char * name = ggml_get_name(tensor);
+    if (ask && graph) {
+        write_tensor(tensor, true);
+    }
     // Views of the tensor have longer names.
     if (strncmp(name, probs, strlen(probs)) == 0 && !strchr(name, ' ')) {
         snprintf(scores, sizeof(scores), "%s", ggml_op_desc(tensor));
@@ -251,6 +275,8 @@ int main(void) {
             evaluate_all(NULL);
         } else if (strncmp(line, "evaluate ", 9) == 0) {
             evaluate_all(line + 9);
+        } else if (strncmp(line, "graph ", 6) == 0 && (graph = fopen(line + 6, "w"))) {
+            puts("writes");
         } else if (strcmp(line, "scores") == 0) {
             puts(scores);
         } else if (strcmp(line, "counts") == 0) {

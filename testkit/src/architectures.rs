@@ -1,13 +1,14 @@
 //! Models of many architectures, which llama.cpp's `test-llama-archs` writes, and processes that
 //! evaluate them: one without the drop-in, which loads one after the other, and those with the drop-in.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use serde_json::{Value, json};
 
+use crate::graph;
 use crate::host::{DropIn, Host, Program};
 use crate::server::llama_cpp;
 use crate::sim_ggml::SimGgml;
@@ -110,6 +111,8 @@ pub struct Routed {
     pub counts: Counts,
     /// The operation that makes scores of the router's product, by ggml's name.
     pub scores: String,
+    /// Weights, each with a tensor that scales or biases its product or its input.
+    pub companions: BTreeSet<(String, String)>,
 }
 
 /// All logits of an evaluation.
@@ -244,7 +247,8 @@ impl Reference {
     }
 }
 
-/// Returns how often each expert of a model is used, by the program's own count, and how experts get their scores.
+/// Returns how often each expert of a model is used, by the program's own count, how experts get their scores, and
+/// which tensors belong to a weight, by the program's own graphs.
 pub fn routed(model: &Path) -> Result<Routed, String> {
     let count = |command: &mut Command| {
         command.env("HOST_COUNT", "1");
@@ -253,6 +257,11 @@ pub fn routed(model: &Path) -> Result<Routed, String> {
     if !process.load(model) {
         return Err("the program cannot load it".into());
     }
+    let graph = tempfile::NamedTempFile::new().map_err(|error| error.to_string())?;
+    let written = process
+        .host
+        .ask(&format!("graph {}", graph.path().display()));
+    assert_eq!(written, "writes");
     process.evaluate()?;
     let answer: Value = serde_json::from_str(&process.host.ask("counts")).expect("JSON");
     let scores = process.host.ask("scores");
@@ -264,9 +273,11 @@ pub fn routed(model: &Path) -> Result<Routed, String> {
         let count = count.as_u64().expect("a count");
         ((number(layer), number(expert)), count)
     });
+    let graph = std::fs::read_to_string(graph.path()).map_err(|error| error.to_string())?;
     Ok(Routed {
         counts: counts.collect(),
         scores,
+        companions: graph::companions(&graph),
     })
 }
 

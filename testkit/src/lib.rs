@@ -15,6 +15,7 @@
 //! | `llama_cpp` | where programs of llama.cpp are |
 //! | `mixtures`, `moe`, `seeds` | mixtures of experts, small and without data; files that fuzzing starts from |
 //! | `writer`, `ggml`, `fixtures` | valid and malformed files; quantisation of ggml to compare with; where fixtures are |
+//! | `graph` | which tensors scale or bias a weight in a graph |
 //! | `process`, `calls`, `memory_limit` | memory of a process; its system calls; a limit of its memory |
 //! | `caches`, `sim` | simulated caches of experts; the simulated CUDA driver |
 
@@ -23,6 +24,7 @@ pub mod caches;
 pub mod calls;
 pub mod fixtures;
 pub mod ggml;
+pub mod graph;
 pub mod host;
 pub mod ik_llama_cpp;
 pub mod llama_cpp;

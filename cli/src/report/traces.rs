@@ -7,6 +7,7 @@ use anyhow::{Context, Result, bail, ensure};
 use sidecar_core::experts::ExpertIndex;
 use sidecar_core::files;
 use sidecar_core::gguf::{Access, GgufFile, open_model};
+use sidecar_core::text;
 use sidecar_core::trace::{ExpertLayout, ModelMeta, RouteFormat, RouteReader, Snapshot, from_json};
 
 /// The most workloads that are compared: each has counts and locality of its own.
@@ -151,7 +152,7 @@ impl TraceReport {
         let first = self.about.files.first();
         let first =
             first.with_context(|| format!("{} has no path of a model: {NEXT}", self.label))?;
-        let files = open_model(Path::new(&first.path), Access::Read).context(NEXT)?;
+        let files = open_model(&text::path_of(&first.path), Access::Read).context(NEXT)?;
         let sizes = files.iter().map(|file| file.source.id().size);
         if !sizes.eq(self.about.files.iter().map(|file| file.size)) {
             bail!("{} is not the file that was traced: {NEXT}", first.path);

@@ -193,20 +193,33 @@ struct Plan<'a> {
 struct Wanted<'a> {
     regex: Option<&'a Regex>,
     whole: Option<NamePattern>,
+    /// The files of the model.
+    files: &'a [GgufFile],
 }
 
 impl Wanted<'_> {
-    fn new(regex: Option<&Regex>) -> Result<Wanted<'_>> {
+    fn new<'a>(regex: Option<&'a Regex>, files: &'a [GgufFile]) -> Result<Wanted<'a>> {
         let whole = regex.map(|regex| NamePattern::parse(regex.as_str()));
         let whole = whole.transpose().map_err(anyhow::Error::msg)?;
-        Ok(Wanted { regex, whole })
+        Ok(Wanted {
+            regex,
+            whole,
+            files,
+        })
     }
 
     /// Whether a tensor, or one that it is used with, is wanted.
     fn has(&self, name: &CStr) -> bool {
         let whole = self.whole.as_ref();
         whole.is_none_or(|whole| {
-            whole.matches(name) || group(name).any(|other| whole.matches(&other))
+            let others = || {
+                group(name, |name| {
+                    self.files
+                        .iter()
+                        .any(|file| file.header.find(name).is_some())
+                })
+            };
+            whole.matches(name) || others().iter().any(|other| whole.matches(other))
         })
     }
 
@@ -258,7 +271,7 @@ fn swap(path: &Path, options: &SwapOptions, source: Option<&Source>) -> Result<b
         path.display()
     );
     let tensor = source.map(|source| &source.tensor);
-    let wanted = Wanted::new(tensor.or(options.tensor.as_ref()))?;
+    let wanted = Wanted::new(tensor.or(options.tensor.as_ref()), &model)?;
     let mut kept = Vec::new();
     for (file, target) in model.iter().zip(&targets) {
         kept.push(match wanted.of(file).is_empty() {

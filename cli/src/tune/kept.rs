@@ -5,7 +5,7 @@
 //! another name first, so that a file with its name is complete.
 
 use std::collections::BTreeSet;
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::fs;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -63,10 +63,11 @@ impl Quantizer<'_> {
     /// its weights are whole, as those that an NVFP4 model was made from.
     fn further_scales(&self, tensors: &[Tensor<'_>]) -> Vec<Tensor<'_>> {
         let names = tensors.iter().map(|of| of.file.header.name(of.info));
-        let names: BTreeSet<CString> = names.flat_map(companions).collect();
-        let has = |files: &[GgufFile], name: &CString| {
+        let has = |files: &[GgufFile], name: &CStr| {
             files.iter().any(|file| file.header.find(name).is_some())
         };
+        let names = names.flat_map(|name| companions(name, |name| has(self.in_use, name)));
+        let names: BTreeSet<CString> = names.collect();
         let mut scales: Vec<Tensor<'_>> = self.in_use.iter().flat_map(Tensor::of_file).collect();
         scales.retain(|of| {
             let name = names.get(of.file.header.name(of.info));

@@ -107,6 +107,13 @@ impl Model {
         Ok(tensors)
     }
 
+    /// Whether the model has a tensor.
+    pub fn has(&self, name: &CStr) -> bool {
+        self.files
+            .iter()
+            .any(|file| file.header.find(name).is_some())
+    }
+
     fn by_name(&self) -> BTreeMap<&str, Tensor<'_>> {
         self.tensors().into_iter().map(|of| (of.name, of)).collect()
     }
@@ -132,7 +139,8 @@ impl Model {
             if let Some(misfit) = misfit {
                 bail!(misfit);
             }
-            for companion in companions(name) {
+            let has = |name: &CStr| self.has(name) || model.has(name);
+            for companion in companions(name, has) {
                 let companion = companion.to_string_lossy();
                 if may_lack_scales && is_scale(&companion) && !own.contains_key(&*companion) {
                     continue;
@@ -156,7 +164,8 @@ impl Model {
     /// Returns the scales and biases that belong to these tensors.
     pub fn companions(&self, tensors: &[Tensor<'_>]) -> Vec<Tensor<'_>> {
         let names = tensors.iter().map(|of| of.file.header.name(of.info));
-        let names: BTreeSet<CString> = names.flat_map(companions).collect();
+        let names = names.flat_map(|name| companions(name, |name| self.has(name)));
+        let names: BTreeSet<CString> = names.collect();
         let mut all = self.tensors();
         all.retain(|of| names.contains(of.file.header.name(of.info)));
         all

@@ -315,7 +315,8 @@ impl<'a> Results<'a> {
             .values()
             .flat_map(|of| {
                 let tensor = &plan.sources[of.tensor];
-                let names = companions(tensor.file.header.name(tensor.info));
+                let name = tensor.file.header.name(tensor.info);
+                let names = companions(name, |name| plan.model.has(name)).into_iter();
                 names.map(|name| (name, of.candidate))
             })
             .collect();

@@ -1,27 +1,53 @@
 //! Tensors that belong to a weight, and without which the weight means something else.
 //!
 //! The rule is one of names, those of llama.cpp's loader. Of one stem: llama.cpp multiplies the product of
-//! `STEM.weight` by `STEM.scale`, its input by `STEM.input_scale`, and adds `STEM.bias`. Two have stems of
-//! their own: `exp_probs_b` is added to the scores of `ffn_gate_inp` for the choice of experts, and
-//! `ffn.act.scales` divides the input of `ffn_down`. Norms are weights with a stem of their own: they
-//! belong to a layer, and to no product alone.
+//! `STEM.weight` by `STEM.scale`, its input by `STEM.input_scale`, and adds `STEM.bias`. Others have stems of
+//! their own: they scale or bias the product of another weight, or its input. `cargo xtask check --archs` compares
+//! the rule with graphs of llama.cpp. Norms are weights with a stem of their own: they belong to a layer, and to no
+//! product alone. So are tables of which rows are looked up.
 
 use std::ffi::{CStr, CString};
 
 const WEIGHT: &str = ".weight";
 const OF_A_STEM: [&str; 3] = [".scale", ".input_scale", ".bias"];
-/// The end of a weight, and of a companion with another stem.
-const OTHER_STEMS: [(&str, &str); 4] = [
-    (".ffn_gate_inp.weight", ".exp_probs_b.bias"),
-    (".ffn_gate_inp.weight", ".exp_probs_b"),
-    (".ffn_gate_inp.weight", ".exp_probs_b_vl.bias"),
-    (".ffn_down.weight", ".ffn.act.scales"),
+/// The ends of companions without a weight of their stem, and those of their weights: the first one that the model has.
+const OTHER_STEMS: [(&str, &[&str]); 18] = [
+    (".exp_probs_b.bias", &[".ffn_gate_inp.weight"]),
+    (".exp_probs_b", &[".ffn_gate_inp.weight"]),
+    (".exp_probs_b_vl.bias", &[".ffn_gate_inp.weight"]),
+    (".ffn.act.scales", &[".ffn_down.weight"]),
+    // Mamba, and linear attention.
+    (
+        ".ssm_dt.bias",
+        &[
+            ".ssm_f_b.weight",
+            ".ssm_f_a.weight",
+            ".ssm_alpha.weight",
+            ".ssm_ba.weight",
+            ".ssm_in.weight",
+        ],
+    ),
+    (".ssm_a", &[".ssm_f_b.weight", ".ssm_f_a.weight"]),
+    // Hyper-connections.
+    (".hc_attn_base.weight", &[".hc_attn_fn.weight"]),
+    (".hc_attn_scale.weight", &[".hc_attn_fn.weight"]),
+    (".hc_ffn_base.weight", &[".hc_ffn_fn.weight"]),
+    (".hc_ffn_scale.weight", &[".hc_ffn_fn.weight"]),
+    ("output_hc_base.weight", &["output_hc_fn.weight"]),
+    ("output_hc_scale.weight", &["output_hc_fn.weight"]),
+    // RWKV.
+    (".time_mix_w0.weight", &[".time_mix_w2.weight"]),
+    (".time_mix_a0.weight", &[".time_mix_a2.weight"]),
+    (".time_mix_v0.weight", &[".time_mix_v2.weight"]),
+    (".time_mix_k_k.weight", &[".time_mix_key.weight"]),
+    (".time_mix_k_a.weight", &[".time_mix_key.weight"]),
+    (".time_mix_decay.weight", &[".time_mix_decay_w2.weight"]),
 ];
 
-/// Returns the names of the tensors that belong to a weight, if the model has them; none for a tensor
-/// that is no weight.
-pub fn companions(name: &CStr) -> impl Iterator<Item = CString> + use<> {
-    names(of_weight(name.to_str().unwrap_or_default()))
+/// Returns the names of the tensors that belong to a weight; none for a tensor that is no weight. `has` is whether
+/// the model has a tensor.
+pub fn companions(name: &CStr, has: impl Fn(&CStr) -> bool) -> Vec<CString> {
+    of_weight(name.to_str().unwrap_or_default(), &has)
 }
 
 /// Returns whether a tensor only multiplies the product of a weight or its input: with ones, a model computes
@@ -30,36 +56,51 @@ pub fn is_scale(name: &str) -> bool {
     name.ends_with(".scale") || name.ends_with(".input_scale")
 }
 
-/// Returns the names of the other tensors that a tensor is one with: a weight and its companions.
-pub fn group(name: &CStr) -> impl Iterator<Item = CString> + use<> {
-    let text = name.to_str().unwrap_or_default();
-    let weight = weight_of(text);
-    let all = weight.iter().cloned();
-    let all = all.chain(weight.iter().flat_map(|weight| of_weight(weight)));
-    names(all.filter(|name| name != text).collect())
+/// Returns the names of the other tensors that a tensor is one with: a weight and its companions. `has` is whether the
+/// model has a tensor.
+pub fn group(name: &CStr, has: impl Fn(&CStr) -> bool) -> Vec<CString> {
+    let Some(weight) = weight_of(name.to_str().unwrap_or_default(), &has) else {
+        return Vec::new();
+    };
+    let companions = weight.to_str().map(|weight| of_weight(weight, &has));
+    let mut all = companions.unwrap_or_default();
+    all.insert(0, weight);
+    all.retain(|other| **other != *name);
+    all
 }
 
 /// Returns the weight that a tensor belongs to, which is the tensor itself if it is a weight.
-fn weight_of(name: &str) -> Option<String> {
-    let joined = |stem: Option<&str>, end: &str| stem.map(|stem| format!("{stem}{end}"));
-    let mut others = OTHER_STEMS.iter();
-    let other = others.find_map(|(weight, end)| joined(name.strip_suffix(end), weight));
-    let mut ends = [WEIGHT].into_iter().chain(OF_A_STEM);
-    other.or_else(|| ends.find_map(|end| joined(name.strip_suffix(end), WEIGHT)))
-}
-
-fn of_weight(weight: &str) -> Vec<String> {
-    let stem = weight.strip_suffix(WEIGHT).into_iter();
-    let of_stem = stem.flat_map(|stem| OF_A_STEM.map(|end| format!("{stem}{end}")));
-    let others = OTHER_STEMS.iter().filter_map(|(of, end)| {
-        let stem = weight.strip_suffix(of)?;
-        Some(format!("{stem}{end}"))
+fn weight_of(name: &str, has: &impl Fn(&CStr) -> bool) -> Option<CString> {
+    let of_stem = OF_A_STEM.iter().map(|end| (name.strip_suffix(end), WEIGHT));
+    let others = OTHER_STEMS.iter().flat_map(|(companion, weights)| {
+        let stem = name.strip_suffix(companion);
+        weights.iter().map(move |end| (stem, *end))
     });
-    of_stem.chain(others).collect()
+    let own = (name.strip_suffix(WEIGHT), WEIGHT);
+    let mut all = of_stem.chain(others).chain([own]);
+    all.find_map(|(stem, end)| known(stem?, end, has))
 }
 
-fn names(names: Vec<String>) -> impl Iterator<Item = CString> + use<> {
-    names.into_iter().filter_map(|name| CString::new(name).ok())
+fn of_weight(weight: &str, has: &impl Fn(&CStr) -> bool) -> Vec<CString> {
+    let stem = weight.strip_suffix(WEIGHT);
+    let of_stem = OF_A_STEM.iter().map(|end| (stem, *end));
+    let others = OTHER_STEMS.iter().flat_map(|(companion, weights)| {
+        let stems = weights.iter().map(|end| weight.strip_suffix(end));
+        stems.map(|stem| (stem, *companion))
+    });
+    let all = of_stem.chain(others);
+    let all = all.filter_map(|(stem, end)| known(stem?, end, has));
+    all.filter(|of| {
+        let weight_of = of.to_str().ok().and_then(|name| weight_of(name, has));
+        weight_of.is_some_and(|of| of.to_bytes() == weight.as_bytes())
+    })
+    .collect()
+}
+
+/// Returns a name if the model has a tensor with it.
+fn known(stem: &str, end: &str, has: &impl Fn(&CStr) -> bool) -> Option<CString> {
+    let name = CString::new(format!("{stem}{end}")).ok()?;
+    has(&name).then_some(name)
 }
 
 #[cfg(test)]
@@ -68,25 +109,45 @@ mod tests {
 
     #[test]
     fn a_weight_is_one_with_its_scales_and_its_bias() {
-        let of = |name: &CStr| group(name).collect::<Vec<_>>();
+        let of = |name: &CStr| group(name, |_| true);
         assert_eq!(of(c"a.scale"), [c"a.weight", c"a.input_scale", c"a.bias"]);
         assert_eq!(of(c"a.bias"), [c"a.weight", c"a.scale", c"a.input_scale"]);
-        assert_eq!(of(c"a.weight"), companions(c"a.weight").collect::<Vec<_>>());
-        assert!(of(c"blk.0.ssm_a").is_empty() && companions(c"a.scale").next().is_none());
+        assert_eq!(of(c"a.weight"), companions(c"a.weight", |_| true));
+        assert!(of(c"blk.0.ssm_d").is_empty() && companions(c"a.scale", |_| true).is_empty());
+        assert_eq!(
+            group(c"a.scale", |name| name != c"a.input_scale"),
+            [c"a.weight", c"a.bias"]
+        );
     }
 
     #[test]
-    fn two_kinds_of_companions_have_other_stems() {
+    fn some_companions_have_other_stems() {
         for (companion, weight) in [
             (c"blk.3.exp_probs_b.bias", c"blk.3.ffn_gate_inp.weight"),
             (c"blk.3.exp_probs_b", c"blk.3.ffn_gate_inp.weight"),
             (c"blk.3.ffn.act.scales", c"blk.3.ffn_down.weight"),
+            (c"blk.3.hc_ffn_base.weight", c"blk.3.hc_ffn_fn.weight"),
+            (c"output_hc_scale.weight", c"output_hc_fn.weight"),
         ] {
-            assert_eq!(group(companion).next().as_deref(), Some(weight));
-            assert!(companions(weight).any(|name| *name == *companion));
+            let has = |name: &CStr| [companion, weight].contains(&name);
+            assert_eq!(group(companion, has), [weight]);
+            assert_eq!(companions(weight, has), [companion]);
         }
-        assert!(
-            !companions(c"blk.3.ffn_up.weight").any(|name| name.to_bytes().ends_with(b"scales"))
-        );
+        let of_up = companions(c"blk.3.ffn_up.weight", |_| true);
+        assert_eq!(of_up.len(), OF_A_STEM.len());
+    }
+
+    #[test]
+    fn the_weight_of_a_companion_is_the_first_one_that_the_model_has() {
+        const IN: &CStr = c"blk.0.ssm_in.weight";
+        const DT: &CStr = c"blk.0.ssm_dt.weight";
+        const BIAS: &CStr = c"blk.0.ssm_dt.bias";
+        let mamba = |name: &CStr| [IN, DT, BIAS].contains(&name);
+        assert_eq!(group(BIAS, mamba), [DT]);
+        assert_eq!(companions(DT, mamba), [BIAS]);
+        assert!(companions(IN, mamba).is_empty());
+        let mamba2 = |name: &CStr| [IN, BIAS].contains(&name);
+        assert_eq!(group(BIAS, mamba2), [IN]);
+        assert_eq!(companions(IN, mamba2), [BIAS]);
     }
 }

@@ -157,7 +157,8 @@ impl Registry {
         let tensors = self.tensors.iter().enumerate();
         let by_name: HashMap<&CStr, usize> = tensors.map(|(at, of)| (&*of.name, at)).collect();
         let others = |tensor: usize| -> Vec<usize> {
-            let names = group(&self.tensors[tensor].name);
+            let has = |name: &CStr| by_name.contains_key(name);
+            let names = group(&self.tensors[tensor].name, has).into_iter();
             names
                 .filter_map(|name| by_name.get(&*name).copied())
                 .collect()

@@ -93,7 +93,8 @@ impl LoadedModel {
         let (text, path) = (name.to_string_lossy(), path.display());
         let own = |name: &CStr| self.0.iter().any(|file| file.header.find(name).is_some());
         let theirs = |name: &CStr| source.iter().any(|file| file.header.find(name).is_some());
-        companions(name).find_map(|companion| {
+        let all = companions(name, |name| own(name) || theirs(name));
+        all.into_iter().find_map(|companion| {
             let with = companion.to_string_lossy();
             match (own(&companion), theirs(&companion)) {
                 (true, false) => Some(format!(

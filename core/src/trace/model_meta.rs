@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use super::counters::ExpertLayout;
 use crate::experts::{ExpertIndex, Projection, Routing};
 use crate::gguf::{GgufFile, Value};
+use crate::text;
 
 /// Name, architecture and files of a traced model.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -24,7 +25,7 @@ pub struct ModelMeta {
 /// A file of a traced model.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FileMeta {
-    /// Path of the file.
+    /// Path of the file, with the escapes of [`text::path`].
     pub path: String,
     /// Size in bytes.
     pub size: u64,
@@ -55,7 +56,7 @@ impl ModelMeta {
             files: files
                 .iter()
                 .map(|file| FileMeta {
-                    path: file.source.path().display().to_string(),
+                    path: text::path(file.source.path()),
                     size: file.source.id().size,
                     mtime: file.source.id().mtime,
                 })

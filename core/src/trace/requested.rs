@@ -51,7 +51,7 @@ pub fn log_unwritten(path: &Path, error: &io::Error) {
     log::error!(
         "{}: cannot write {}: {error}; the counts are lost except for the summary of {}",
         Variable::title_of("LLAMA_EXPERT_TRACE_OUTPUT"),
-        path.display(),
+        text::path(path),
         Variable::title_of("LLAMA_EXPERT_TRACE_STATS")
     );
 }

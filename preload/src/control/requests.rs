@@ -49,7 +49,7 @@ pub fn start(path: &Path, no_effect: fn() -> Vec<NoEffect>) {
         Err(error) => {
             let sentence = format!(
                 "--socket (LLAMA_SIDECAR_CONTROL): cannot create the control socket {}: {error}; choose another path, for several processes one with %p, which stands for the process id",
-                path.display()
+                text::path(path)
             );
             EFFECT.log_obstacle(sentence);
         }

@@ -18,6 +18,7 @@ use sidecar_core::config::Config;
 use sidecar_core::error::{Error, Result};
 use sidecar_core::protocol::{Event, NoEffect};
 use sidecar_core::reload::{Cause, Hash, Outcome, OverlaySource, Report, Trigger};
+use sidecar_core::text;
 
 use crate::ggml;
 use crate::hotswap::store;
@@ -122,7 +123,7 @@ impl Capability for HotSwap {
 /// Notes why no tensor of a model can be swapped, if so.
 fn note_obstacle(model: &Model) {
     if let Some(obstacle) = HotSwap.is_enabled().then(|| model.obstacle()).flatten() {
-        let path = model.files[0].gguf.source.path().display();
+        let path = text::path(model.files[0].gguf.source.path());
         EFFECT.note_obstacle(format!(
             "hot-swap: {path}: no tensor can be swapped: {obstacle}"
         ));

@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 use sidecar_core::config::Config;
 use sidecar_core::memory::free_memory;
 use sidecar_core::protocol::NoEffect;
+use sidecar_core::text;
 
 use crate::ggml::{Device, Ggml};
 use crate::process::maps::Maps;
@@ -71,7 +72,7 @@ pub fn locked_bytes() -> u64 {
 
 /// Locks the mappings of a model's files, as far as routed experts are there.
 fn lock(model: &Arc<Model>) {
-    let path = model.files[0].gguf.source.path().display();
+    let path = text::path(model.files[0].gguf.source.path());
     let refuse = |why: &str| {
         let sentence = format!("{path}: its pages are not locked: {why}");
         log::warn!("{sentence}");

@@ -11,6 +11,7 @@ use sidecar_core::config::Config;
 use sidecar_core::descriptors::{self, Kept};
 use sidecar_core::files;
 use sidecar_core::protocol::{self, Entry, Event};
+use sidecar_core::text;
 
 /// Runs when the library is loaded, in every program of a command: the first event shows that
 /// the loader accepted the library.
@@ -26,7 +27,7 @@ extern "C" fn loaded() {
     }
     let program = std::env::current_exe().unwrap_or_default();
     note(|| Event::Loaded {
-        program: program.display().to_string(),
+        program: text::path(&program),
     });
 }
 

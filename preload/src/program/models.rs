@@ -828,12 +828,12 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
         "watching {} tensors of {} file(s), the first is {}",
         model.tensors.len(),
         model.files.len(),
-        model.files[0].gguf.source.path().display()
+        text::path(model.files[0].gguf.source.path())
     );
     if !model.report_obstacle()
         && let Some(own) = own_hotswap
     {
-        log::warn!("{}: {}", model.path.display(), own.sentence());
+        log::warn!("{}: {}", text::path(&model.path), own.sentence());
     }
     REGISTERED.models.write().push(model.clone());
     model
@@ -891,7 +891,7 @@ fn remove(gone: impl Fn(&Instance) -> bool) -> Vec<Arc<Model>> {
         }
         log::info!(
             "the program freed the model of {}",
-            model.files[0].gguf.source.path().display()
+            text::path(model.files[0].gguf.source.path())
         );
     }
     dead

@@ -25,6 +25,7 @@ use sidecar_core::experts::{ExpertIndex, ExpertName};
 use sidecar_core::gguf::GgufFile;
 use sidecar_core::memory::{free_memory, usable};
 use sidecar_core::stream::{WINDOW, read_ahead};
+use sidecar_core::text;
 
 use crate::ggml::{Buffer, BufferType, DEVICE_CPU, Device, Ggml, Tensor, USAGE_WEIGHTS};
 use crate::loader::caller::Caller;
@@ -128,7 +129,7 @@ fn is_expert(name: &CStr) -> bool {
 /// Logs what loading a model with mapped experts did, and reads what it left out besides
 /// experts.
 pub fn finish(model: &Arc<Model>) {
-    let path = model.files[0].gguf.source.path().display();
+    let path = text::path(model.files[0].gguf.source.path());
     let unread = UNREAD.swap(0, Ordering::Relaxed) >> 20;
     log::info!("{path}: {unread} MiB were mapped without reading them");
     if !model.kept_out.is_empty() {

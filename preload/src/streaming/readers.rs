@@ -420,7 +420,7 @@ fn read_hottest(reader: &Reader) {
             let experts = reader.request_hottest(&trace, bytes);
             log::info!(
                 "reading the {experts} most used experts of {} ahead",
-                path.display()
+                text::path(path)
             );
         }
         Err(error) => log::error!(

@@ -32,6 +32,7 @@ use sidecar_core::gguf::FileId;
 use sidecar_core::logger::print;
 use sidecar_core::protocol::{Event, NoEffect, Uncounted};
 use sidecar_core::summary;
+use sidecar_core::text;
 use sidecar_core::trace::{
     ExpertLayout, ExpertNames, Ids, ModelMeta, Trace, enabled, log_unwritten, numbered,
     print_exported, print_summary, to_json, write,
@@ -516,7 +517,7 @@ impl ModelTrace {
         let files_now = files().map(|file| (file.source.path().to_owned(), file.source.id()));
         let content: Content = files_now.collect();
         if let Some(unreached) = &model.unreached.trace {
-            let path = model.path.display();
+            let path = text::path(&model.path);
             EFFECT.log_obstacle(format!(
                 "the experts of {path} are not counted: {unreached}"
             ));
@@ -617,7 +618,7 @@ impl ModelTrace {
     fn uncounted(&self) -> Option<Uncounted> {
         let counts = self.counters.snapshot();
         let mut found = Uncounted {
-            path: self.content[0].0.display().to_string(),
+            path: text::path(&self.content[0].0),
             ..Uncounted::default()
         };
         let layers = counts.layers.iter().zip(&self.evaluations);
@@ -824,7 +825,7 @@ fn write_outputs(traces: &[Arc<ModelTrace>], at_end: bool) -> Vec<PathBuf> {
         }
         if is_reported {
             journal::note(|| Event::Trace {
-                path: path.display().to_string(),
+                path: text::path(&path),
                 error: written.as_ref().err().map(|error| error.to_string()),
             });
         }

@@ -19,6 +19,7 @@ use parking_lot::{Condvar, Mutex, RwLock};
 use sidecar_core::config::{Config, Variable};
 use sidecar_core::files;
 use sidecar_core::protocol::{Event, NoEffect};
+use sidecar_core::text;
 use sidecar_core::trace::{Ids, NOT_ROUTED, RouteLayout, RouteWriter};
 
 use crate::ggml::{Ggml, Tensor};
@@ -191,7 +192,7 @@ pub fn mark(text: &str) -> Result<(), String> {
         if !pending.has_space(0) {
             return Err(format!(
                 "the queue of {} is full: repeat when its disk has caught up",
-                queue.path.display()
+                text::path(&queue.path)
             ));
         }
         pending.items.push(Item::Mark(text.to_owned()));
@@ -360,12 +361,7 @@ impl Queue {
         let tokens = output.writer.as_ref().map_or(0, RouteWriter::tokens);
         if tokens + output.missing() > 0 {
             journal::note(|| Event::Routes {
-                path: output
-                    .path
-                    .as_ref()
-                    .unwrap_or(&self.path)
-                    .display()
-                    .to_string(),
+                path: text::path(output.path.as_ref().unwrap_or(&self.path)),
                 tokens,
                 dropped: output.missing(),
                 error: output.error.clone(),
@@ -440,7 +436,7 @@ impl Output {
             log::warn!(
                 "{}: {dropped} tokens were dropped, because {} is written too slowly; use a faster disk, or the compact format (.routes)",
                 title(),
-                queue.path.display()
+                text::path(&queue.path)
             );
         }
     }
@@ -452,7 +448,7 @@ impl Output {
             let sentence = format!(
                 "{}: cannot write {}: {error}; tokens are dropped until it can be written",
                 title(),
-                queue.path.display()
+                text::path(&queue.path)
             );
             log::error!("{sentence}");
             if self.writer.is_none() {

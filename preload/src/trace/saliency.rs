@@ -10,6 +10,7 @@ use parking_lot::RwLock;
 use sidecar_core::config::{Config, Variable};
 use sidecar_core::files;
 use sidecar_core::protocol::NoEffect;
+use sidecar_core::text;
 use sidecar_core::trace;
 use sidecar_core::trace::{ExpertLayout, Ids, ModelMeta, norm};
 
@@ -89,7 +90,7 @@ impl ModelSaliency {
             log::error!(
                 "{}: cannot write {}: {error}; choose another path",
                 Variable::title_of("LLAMA_EXPERT_TRACE_SALIENCY"),
-                self.path.display()
+                text::path(&self.path)
             );
         }
     }

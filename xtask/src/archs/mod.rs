@@ -10,6 +10,7 @@
 //! |---|---|
 //! | `page` | the page with the results |
 //! | `modes`, `swaps`, `reloads`, `masks` | capabilities that change no result; hot-swap of every tensor; reloads of changed files; masks of experts |
+//! | `companions` | tensors that belong to a weight |
 //! | `programs` | the programs that write and evaluate the models |
 //! | `model`, `models` | a model with a changed tensor; which models are tested |
 
@@ -24,6 +25,7 @@ use regex::Regex;
 use testkit::architectures::{self, Device, Reference};
 use testkit::server::{LlamaCpp, llama_cpp};
 
+mod companions;
 mod masks;
 mod model;
 mod models;
@@ -59,6 +61,7 @@ pub fn check(pattern: &str) -> Result<()> {
         let page = page::page(&tested, &format!("b{}", LlamaCpp::tested().build));
         std::fs::write(root().join(PAGE), page)?;
     } else {
+        println!("{}", page::companions(&tested));
         println!("{}", page::reloads(&tested));
     }
     Ok(())
@@ -132,13 +135,14 @@ fn test_one(
         evaluate(on_cpu, Device::Cpu)?,
         evaluate(simulated, Device::Simulated)?,
     ];
-    let counted = architectures::routed(path)
-        .map_err(anyhow::Error::msg)?
-        .counts;
+    let routed = architectures::routed(path).map_err(anyhow::Error::msg)?;
+    let counted = routed.counts;
     ensure!(
         counted.is_empty() != model.has_experts(),
         "the program itself counts {counted:?}"
     );
+    let (companions, other) = companions::compare(&model, &routed.companions);
+    failed.extend(other);
     for (at, mode) in MODES.iter().enumerate() {
         if mode.takes(&model) {
             match mode.run(&model, &expected[mode.device as usize], &counted) {
@@ -183,6 +187,7 @@ fn test_one(
             .to_string_lossy()
             .into_owned(),
         has_experts: model.has_experts(),
+        companions,
         modes,
         swaps,
         reloads,

@@ -15,6 +15,8 @@ pub struct Tested {
     pub form: Form,
     pub name: String,
     pub has_experts: bool,
+    /// How many tensors scale or bias a weight. All are swapped with it.
+    pub companions: usize,
     /// Indices of the modes that passed.
     pub modes: Vec<usize>,
     pub swaps: Vec<Swap>,
@@ -71,6 +73,17 @@ const UNREAD: &str = "
 In at least one of the models, other bytes of these tensors change no logits, neither by a swap nor by a fresh load:
 ";
 
+const COMPANIONS: &str = "
+## Companions of weights
+
+Tensors that scale or bias the product of a weight, or its input, in graphs of a program without the drop-in. Each is one of
+the [companions](hot-swap.md#metadata) that are swapped with the weight. Only hrm_text has others: it evaluates the weights of
+a layer several times, with scales of further layers, which stay as they are.
+
+| models | of which have companions | companions |
+|---|---|---|
+";
+
 const RELOADS: &str = "
 ## Reloads of changed files
 
@@ -100,6 +113,7 @@ pub fn page(tested: &[Tested], version: &str) -> String {
     let _ = writeln!(page, "Tested with llama.cpp {version}.\n");
     modes(&mut page, tested);
     swaps(&mut page, tested);
+    page += &companions(tested);
     page += &reloads(tested);
     masks(&mut page, tested);
     page
@@ -199,6 +213,17 @@ fn swaps(page: &mut String, tested: &[Tested]) {
     *page += UNREAD;
     let names: Vec<_> = unread.iter().map(|name| format!("`{name}`")).collect();
     let _ = writeln!(page, "{}.", names.join(", "));
+}
+
+/// Returns the section about tensors that belong to a weight.
+pub fn companions(tested: &[Tested]) -> String {
+    let mut section = COMPANIONS.to_owned();
+    let upstream = tested.iter().filter(|model| model.form == Form::Upstream);
+    let counts = upstream.map(|model| model.companions);
+    let with = counts.clone().filter(|count| *count > 0).count();
+    let (models, all) = (counts.clone().count(), counts.sum::<usize>());
+    let _ = writeln!(section, "| {models} | {with} | {all} |");
+    section
 }
 
 /// Returns the section about reloads.
