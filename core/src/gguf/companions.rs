@@ -10,39 +10,36 @@ use std::ffi::{CStr, CString};
 
 const WEIGHT: &str = ".weight";
 const OF_A_STEM: [&str; 3] = [".scale", ".input_scale", ".bias"];
-/// The ends of companions without a weight of their stem, and those of their weights: the first one that the model has.
-const OTHER_STEMS: [(&str, &[&str]); 18] = [
-    (".exp_probs_b.bias", &[".ffn_gate_inp.weight"]),
-    (".exp_probs_b", &[".ffn_gate_inp.weight"]),
-    (".exp_probs_b_vl.bias", &[".ffn_gate_inp.weight"]),
-    (".ffn.act.scales", &[".ffn_down.weight"]),
-    // Mamba, and linear attention.
-    (
-        ".ssm_dt.bias",
-        &[
-            ".ssm_f_b.weight",
-            ".ssm_f_a.weight",
-            ".ssm_alpha.weight",
-            ".ssm_ba.weight",
-            ".ssm_in.weight",
-        ],
-    ),
-    (".ssm_a", &[".ssm_f_b.weight", ".ssm_f_a.weight"]),
-    // Hyper-connections.
-    (".hc_attn_base.weight", &[".hc_attn_fn.weight"]),
-    (".hc_attn_scale.weight", &[".hc_attn_fn.weight"]),
-    (".hc_ffn_base.weight", &[".hc_ffn_fn.weight"]),
-    (".hc_ffn_scale.weight", &[".hc_ffn_fn.weight"]),
-    ("output_hc_base.weight", &["output_hc_fn.weight"]),
-    ("output_hc_scale.weight", &["output_hc_fn.weight"]),
-    // RWKV.
-    (".time_mix_w0.weight", &[".time_mix_w2.weight"]),
-    (".time_mix_a0.weight", &[".time_mix_a2.weight"]),
-    (".time_mix_v0.weight", &[".time_mix_v2.weight"]),
-    (".time_mix_k_k.weight", &[".time_mix_key.weight"]),
-    (".time_mix_k_a.weight", &[".time_mix_key.weight"]),
-    (".time_mix_decay.weight", &[".time_mix_decay_w2.weight"]),
-];
+/// A line each: the end of a companion without a weight of its stem, and those of its weights: the first one that the
+/// model has. Then Mamba and linear attention, hyper-connections, RWKV. One text, since the loader relocates each
+/// string of a table in every program.
+const OTHER_STEMS: &str = "\
+.exp_probs_b.bias .ffn_gate_inp.weight
+.exp_probs_b .ffn_gate_inp.weight
+.exp_probs_b_vl.bias .ffn_gate_inp.weight
+.ffn.act.scales .ffn_down.weight
+.ssm_dt.bias .ssm_f_b.weight .ssm_f_a.weight .ssm_alpha.weight .ssm_ba.weight .ssm_in.weight
+.ssm_a .ssm_f_b.weight .ssm_f_a.weight
+.hc_attn_base.weight .hc_attn_fn.weight
+.hc_attn_scale.weight .hc_attn_fn.weight
+.hc_ffn_base.weight .hc_ffn_fn.weight
+.hc_ffn_scale.weight .hc_ffn_fn.weight
+output_hc_base.weight output_hc_fn.weight
+output_hc_scale.weight output_hc_fn.weight
+.time_mix_w0.weight .time_mix_w2.weight
+.time_mix_a0.weight .time_mix_a2.weight
+.time_mix_v0.weight .time_mix_v2.weight
+.time_mix_k_k.weight .time_mix_key.weight
+.time_mix_k_a.weight .time_mix_key.weight
+.time_mix_decay.weight .time_mix_decay_w2.weight";
+
+/// Returns the ends of a companion and of a weight that it can belong to, in the order of [`OTHER_STEMS`].
+fn other_stems() -> impl Iterator<Item = (&'static str, &'static str)> {
+    OTHER_STEMS.lines().flat_map(|line| {
+        let (companion, weights) = line.split_once(' ').unwrap_or_default();
+        weights.split(' ').map(move |weight| (companion, weight))
+    })
+}
 
 /// Returns the names of the tensors that belong to a weight; none for a tensor that is no weight. `has` is whether
 /// the model has a tensor.
@@ -72,10 +69,7 @@ pub fn group(name: &CStr, has: impl Fn(&CStr) -> bool) -> Vec<CString> {
 /// Returns the weight that a tensor belongs to, which is the tensor itself if it is a weight.
 fn weight_of(name: &str, has: &impl Fn(&CStr) -> bool) -> Option<CString> {
     let of_stem = OF_A_STEM.iter().map(|end| (name.strip_suffix(end), WEIGHT));
-    let others = OTHER_STEMS.iter().flat_map(|(companion, weights)| {
-        let stem = name.strip_suffix(companion);
-        weights.iter().map(move |end| (stem, *end))
-    });
+    let others = other_stems().map(|(companion, end)| (name.strip_suffix(companion), end));
     let own = (name.strip_suffix(WEIGHT), WEIGHT);
     let mut all = of_stem.chain(others).chain([own]);
     all.find_map(|(stem, end)| known(stem?, end, has))
@@ -84,10 +78,7 @@ fn weight_of(name: &str, has: &impl Fn(&CStr) -> bool) -> Option<CString> {
 fn of_weight(weight: &str, has: &impl Fn(&CStr) -> bool) -> Vec<CString> {
     let stem = weight.strip_suffix(WEIGHT);
     let of_stem = OF_A_STEM.iter().map(|end| (stem, *end));
-    let others = OTHER_STEMS.iter().flat_map(|(companion, weights)| {
-        let stems = weights.iter().map(|end| weight.strip_suffix(end));
-        stems.map(|stem| (stem, *companion))
-    });
+    let others = other_stems().map(|(companion, end)| (weight.strip_suffix(end), companion));
     let all = of_stem.chain(others);
     let all = all.filter_map(|(stem, end)| known(stem?, end, has));
     all.filter(|of| {
