@@ -11,6 +11,9 @@ use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::time::Duration;
+
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::signals::without_write_signals;
 
@@ -19,21 +22,59 @@ use crate::signals::without_write_signals;
 /// Numbers below are taken during the call, by descriptors with which reads and writes of the program fail as
 /// without them.
 pub fn above_standard<T>(open: impl FnOnce() -> T) -> T {
-    let mut taken = Vec::new();
-    for number in 0..=libc::STDERR_FILENO {
-        // SAFETY: plain system calls; a new descriptor is owned by nothing else.
-        unsafe {
-            if libc::fcntl(number, libc::F_GETFD) >= 0 {
-                continue;
-            }
-            #[expect(clippy::disallowed_methods, reason = "takes a number up to 2")]
-            let new = libc::open(c"/".as_ptr(), libc::O_PATH | libc::O_CLOEXEC);
-            if new >= 0 {
-                taken.push(OwnedFd::from_raw_fd(new));
-            }
+    let _taken = Call::begin();
+    open()
+}
+
+/// A call of [`above_standard`]. The numbers stay taken until the last of the calls that overlap ends.
+struct Call;
+
+struct Calls {
+    number: usize,
+    taken: Vec<Kept<OwnedFd>>,
+}
+
+static CALLS: Mutex<Calls> = Mutex::new(Calls {
+    number: 0,
+    taken: Vec::new(),
+});
+
+/// Returns the calls, or nothing in a child whose parent forked while another thread had the lock.
+fn calls() -> Option<MutexGuard<'static, Calls>> {
+    CALLS.try_lock_for(Duration::from_secs(1))
+}
+
+impl Call {
+    fn begin() -> Option<Call> {
+        let mut calls = calls()?;
+        calls.number += 1;
+        for number in 0..=libc::STDERR_FILENO {
+            // SAFETY: plain system calls; a new descriptor is owned by nothing else.
+            let new = unsafe {
+                if libc::fcntl(number, libc::F_GETFD) >= 0 {
+                    continue;
+                }
+                #[expect(clippy::disallowed_methods, reason = "takes a number up to 2")]
+                let new = libc::open(c"/".as_ptr(), libc::O_PATH | libc::O_CLOEXEC);
+                if new < 0 {
+                    continue;
+                }
+                OwnedFd::from_raw_fd(new)
+            };
+            calls.taken.extend(Kept::new(new));
+        }
+        Some(Call)
+    }
+}
+
+impl Drop for Call {
+    fn drop(&mut self) {
+        let Some(mut calls) = calls() else { return };
+        calls.number -= 1;
+        if calls.number == 0 {
+            calls.taken.clear();
         }
     }
-    open()
 }
 
 /// Opens a file.
@@ -126,6 +167,46 @@ fn identity(of: BorrowedFd<'_>) -> io::Result<(libc::dev_t, libc::ino_t)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn threads_leave_each_other_no_number_of_a_standard_one() {
+        const CLOSED: &str = "LLAMA_SIDECAR_TEST_CLOSED";
+        if std::env::var_os(CLOSED).is_none() {
+            // The standard library opens what is closed at the start of a process, so this one closes it itself.
+            let name = "descriptors::tests::threads_leave_each_other_no_number_of_a_standard_one";
+            let status = std::process::Command::new(std::env::current_exe().expect("a path"))
+                .args(["--exact", name])
+                .env(CLOSED, "1")
+                .status()
+                .expect("started");
+            return assert_eq!(
+                status.code(),
+                Some(0),
+                "1: a number up to 2, 2: one is left"
+            );
+        }
+        (0..=2).for_each(|number| {
+            // SAFETY: nothing in this process needs them any more.
+            unsafe { libc::close(number) };
+        });
+        let opens = || {
+            (0..20_000)
+                .all(|_| above_standard(|| File::open("/")).is_ok_and(|file| file.as_raw_fd() > 2))
+        };
+        let above = std::thread::scope(|scope| {
+            let threads = [(); 4].map(|()| scope.spawn(opens));
+            threads.map(|thread| thread.join().is_ok_and(|above| above)) == [true; 4]
+        });
+        // SAFETY: a plain system call.
+        let free = (0..=2).all(|number| unsafe { libc::fcntl(number, libc::F_GETFD) } < 0);
+        std::process::exit(if !above {
+            1
+        } else if !free {
+            2
+        } else {
+            0
+        });
+    }
 
     #[test]
     fn a_number_of_another_file_is_neither_used_nor_closed() {
