@@ -17,7 +17,7 @@ const PAGES: usize = 1 << 14;
 
 /// Bytes of buffers that are being allocated.
 static BEING_ALLOCATED: AtomicU64 = AtomicU64::new(0);
-/// Addresses of buffers, by what the program calls them.
+/// Addresses of buffers without all of their memory, by what the program calls them.
 static BUFFERS: Mutex<BTreeMap<usize, Range<usize>>> = Mutex::new(BTreeMap::new());
 
 /// A buffer that the program is allocating.
@@ -49,10 +49,15 @@ pub fn buffer_freed(buffer: usize) {
     BUFFERS.lock().remove(&buffer);
 }
 
-/// Returns the bytes of buffers that have no memory yet.
+/// Returns the bytes of buffers that have no memory yet. A buffer that has all of its memory is not looked at again.
 pub fn untouched() -> u64 {
-    let of_buffers: u64 = BUFFERS.lock().values().map(untouched_of).sum();
-    of_buffers.saturating_add(BEING_ALLOCATED.load(Ordering::SeqCst))
+    let mut bytes = BEING_ALLOCATED.load(Ordering::SeqCst);
+    BUFFERS.lock().retain(|_, buffer| {
+        let untouched = untouched_of(buffer);
+        bytes = bytes.saturating_add(untouched);
+        untouched > 0
+    });
+    bytes
 }
 
 /// Returns the bytes of a range in memory that the kernel has no page for.
@@ -96,6 +101,11 @@ mod tests {
         assert_eq!(untouched(), bytes - 4 * page_size());
         buffer_freed(7);
         assert_eq!(untouched(), 0);
+        // One that has all of its memory: later it is the program's.
+        map.fill(1);
+        Allocation::of(bytes).made(8, address);
+        assert_eq!(untouched(), 0);
+        assert!(BUFFERS.lock().is_empty());
         // An allocation that fails.
         drop(Allocation::of(bytes));
         assert_eq!(untouched(), 0);
