@@ -17,7 +17,6 @@ use std::sync::Arc;
 
 use sidecar_core::config::Config;
 use sidecar_core::logger;
-use sidecar_core::stream::program;
 
 use crate::ggml::{
     Backend, Buffer, BufferType, Context, CopyCallback, Device, Ggml, Graph, Registration,
@@ -463,7 +462,7 @@ unsafe extern "C-unwind" fn buffer_free(buffer: *mut Buffer) -> usize {
         guarded(|| {
             sched::output_freed(buffer as usize);
             own_cache::buffer_freed(buffer);
-            program::buffer_freed(buffer as usize);
+            streaming::buffer_freed(buffer as usize);
             report_freed(&models::buffer_freed(buffer));
         });
     }

@@ -8,4 +8,6 @@
 pub mod load;
 mod readers;
 
+pub use sidecar_core::stream::program::buffer_freed;
+
 pub use readers::{Streaming, figures, make_room, prefer, read_again, set_margin};
