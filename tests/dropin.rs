@@ -838,10 +838,8 @@ fn many_swaps_while_the_host_writes() {
 /// What no call shows is seen before anything is written: the memory of a model is other memory.
 #[test]
 fn memory_that_the_program_has_not_loaded_is_not_written() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let path = folder.path().join("model.gguf");
-    std::fs::copy(fixture("small-moe.gguf"), &path).expect("free space");
-    let mut host = Host::start(Program::CMapped, &path, &DropIn::On(Vec::new()));
+    let (_folder, path) = copied("small-moe.gguf");
+    let mut host = Host::start(Program::CMapped, &path, &on());
     let before = hash(&host.ask("prefill 8"));
     assert_eq!(host.ask("own"), "owned");
     replace(&path, &fixture("small-moe-mixed.gguf"));

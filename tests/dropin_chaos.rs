@@ -106,19 +106,20 @@ impl Beside {
         drop_in: DropIn,
         set: impl FnOnce(&mut Command),
     ) -> Result<Beside, String> {
-        let options = Options {
-            // Else some weights are not mapped, and not streamed.
-            arguments: vec!["--no-repack".into()],
-            patience: Duration::from_secs(30),
-            drop_in,
-            ..Options::new(1)
-        };
         match kind {
             Kind::Host => {
-                let drop_in = &options.drop_in;
-                Host::start_or_end(Program::CMapped, model, drop_in, set).map(Beside::Host)
+                Host::start_or_end(Program::CMapped, model, &drop_in, set).map(Beside::Host)
             }
-            Kind::Server => Server::start_or_end(model, &options, set).map(Beside::Server),
+            Kind::Server => {
+                let options = Options {
+                    // Else some weights are not mapped, and not streamed.
+                    arguments: vec!["--no-repack".into()],
+                    patience: Duration::from_secs(30),
+                    drop_in,
+                    ..Options::new(1)
+                };
+                Server::start_or_end(model, &options, set).map(Beside::Server)
+            }
         }
     }
 
@@ -171,6 +172,13 @@ impl Beside {
 struct Running {
     process: u32,
     socket: PathBuf,
+}
+
+impl Running {
+    fn signal(&self, number: libc::c_int) {
+        // SAFETY: a child that was not waited for.
+        unsafe { libc::kill(self.process as libc::pid_t, number) };
+    }
 }
 
 struct Event {
@@ -527,8 +535,7 @@ fn signals() -> impl Iterator<Item = Event> {
     let some = signals.filter(|number| *number <= 34 || *number == 64 || long_tests());
     some.map(|number| {
         Event::later(format!("signal {number}"), move |_, of| {
-            // SAFETY: a child that was not waited for.
-            unsafe { libc::kill(of.process as libc::pid_t, number) };
+            of.signal(number);
         })
     })
 }
@@ -682,10 +689,7 @@ fn surroundings() -> Vec<Event> {
         Event {
             name: "all descriptors are closed".into(),
             set: Box::new(|_, command| load_beside(command, "hosts-c/libclosing.so")),
-            strike: Box::new(|_, of| {
-                // SAFETY: a child that was not waited for.
-                unsafe { libc::kill(of.process as libc::pid_t, libc::SIGUSR2) };
-            }),
+            strike: Box::new(|_, of| of.signal(libc::SIGUSR2)),
         },
         Event::later("clients hang", |_, of| {
             let (over, count) = (AtomicBool::new(false), AtomicU64::new(0));
@@ -700,8 +704,7 @@ fn surroundings() -> Vec<Event> {
         }),
         Event::later("stopped and continued", |_, of| {
             for signal in [libc::SIGSTOP, libc::SIGCONT].repeat(5) {
-                // SAFETY: a child that was not waited for.
-                unsafe { libc::kill(of.process as libc::pid_t, signal) };
+                of.signal(signal);
                 std::thread::sleep(Duration::from_millis(20));
             }
         }),

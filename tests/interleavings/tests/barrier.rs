@@ -63,12 +63,26 @@ fn slot(stays_valid: bool) -> &'static Slot {
     slot
 }
 
-/// Makes the parts of the barrier, on the thread that all others begin after.
-fn begin() {
+/// Makes the parts of the barrier, weights, and whether their model is alive, on the thread that all others begin
+/// after.
+fn begin() -> (Arc<Weights>, Arc<AtomicBool>) {
     barrier::note_pause(Duration::ZERO);
     assert_eq!((barrier::generation(), barrier::viewed_in()), (0, 0));
     assert!(!barrier::is_shut() && !barrier::is_pending() && !barrier::is_busy());
     assert!(barrier::pending().is_none());
+    let alive = Arc::new(AtomicBool::new(true));
+    alive.load(Ordering::Relaxed);
+    (Arc::default(), alive)
+}
+
+/// Begins an evaluation of a slot on a thread of its own.
+fn evaluate(
+    slot: &'static Slot,
+    weights: &Arc<Weights>,
+    work: impl FnOnce(&Slot, &Weights) + 'static,
+) -> thread::JoinHandle<()> {
+    let weights = weights.clone();
+    thread::spawn(move || work(slot, &weights))
 }
 
 fn switch(weights: &Arc<Weights>, alive: &Arc<AtomicBool>) -> Result<u64, &'static str> {
@@ -88,15 +102,9 @@ fn switch(weights: &Arc<Weights>, alive: &Arc<AtomicBool>) -> Result<u64, &'stat
 #[test]
 fn evaluations_read_the_tensors_of_one_switch_and_none_of_a_freed_model() {
     explore(Some(2), WAIT, || {
-        begin();
-        let (weights, alive) = (
-            Arc::new(Weights::default()),
-            Arc::new(AtomicBool::new(true)),
-        );
-        alive.load(Ordering::Relaxed);
+        let (weights, alive) = begin();
         let evaluations = [slot(true), slot(true)].map(|slot| {
-            let weights = weights.clone();
-            thread::spawn(move || {
+            evaluate(slot, &weights, |slot, weights| {
                 slot.enter();
                 assert_eq!(weights.read(), barrier::generation());
                 slot.leave_ended();
@@ -127,31 +135,22 @@ fn evaluations_read_the_tensors_of_one_switch_and_none_of_a_freed_model() {
 #[test]
 fn an_evaluation_that_its_backend_goes_on_with_keeps_switches_away() {
     explore(Some(6), WAIT, || {
-        begin();
-        let (weights, alive) = (
-            Arc::new(Weights::default()),
-            Arc::new(AtomicBool::new(true)),
-        );
-        alive.load(Ordering::Relaxed);
-        let slot = slot(false);
-        let evaluated = {
-            let weights = weights.clone();
-            thread::spawn(move || {
-                // Building the graph and allocating it.
-                slot.begin(|| ());
-                let built_in = weights.read();
-                slot.enter();
-                assert_eq!(weights.read(), built_in, "none within a decode");
-                slot.leave();
-                slot.enter_compute();
-                assert_eq!(weights.read(), built_in, "none within a decode");
-                slot.leave_running();
-                // The backend reads them until it was waited for.
-                assert_eq!(weights.read(), built_in, "none while a backend runs");
-                slot.backends_are_done();
-                slot.rest();
-            })
-        };
+        let (weights, alive) = begin();
+        let evaluated = evaluate(slot(false), &weights, |slot, weights| {
+            // Building the graph and allocating it.
+            slot.begin(|| ());
+            let built_in = weights.read();
+            slot.enter();
+            assert_eq!(weights.read(), built_in, "none within a decode");
+            slot.leave();
+            slot.enter_compute();
+            assert_eq!(weights.read(), built_in, "none within a decode");
+            slot.leave_running();
+            // The backend reads them until it was waited for.
+            assert_eq!(weights.read(), built_in, "none while a backend runs");
+            slot.backends_are_done();
+            slot.rest();
+        });
         switch(&weights, &alive).expect("the evaluation ends");
         evaluated.join().expect("no panic");
         assert_eq!(weights.read(), 1);
@@ -161,21 +160,12 @@ fn an_evaluation_that_its_backend_goes_on_with_keeps_switches_away() {
 #[test]
 fn an_evaluation_whose_graph_stays_valid_lets_a_switch_go_first() {
     explore(Some(4), WAIT, || {
-        begin();
-        let (weights, alive) = (
-            Arc::new(Weights::default()),
-            Arc::new(AtomicBool::new(true)),
-        );
-        alive.load(Ordering::Relaxed);
-        let slot = slot(true);
-        let evaluated = {
-            let weights = weights.clone();
-            thread::spawn(move || {
-                slot.enter_compute();
-                assert_eq!(weights.read(), barrier::generation());
-                slot.leave_ended();
-            })
-        };
+        let (weights, alive) = begin();
+        let evaluated = evaluate(slot(true), &weights, |slot, weights| {
+            slot.enter_compute();
+            assert_eq!(weights.read(), barrier::generation());
+            slot.leave_ended();
+        });
         switch(&weights, &alive).expect("the evaluation ends");
         switch(&weights, &alive).expect("the evaluation ends");
         evaluated.join().expect("no panic");
@@ -186,28 +176,19 @@ fn an_evaluation_whose_graph_stays_valid_lets_a_switch_go_first() {
 #[test]
 fn a_decode_that_goes_on_after_all_reads_the_tensors_of_one_switch() {
     explore(Some(5), Duration::from_millis(400), || {
-        begin();
-        let (weights, alive) = (
-            Arc::new(Weights::default()),
-            Arc::new(AtomicBool::new(true)),
-        );
-        alive.load(Ordering::Relaxed);
-        let slot = slot(false);
-        let evaluated = {
-            let weights = weights.clone();
-            thread::spawn(move || {
-                slot.begin(|| ());
-                slot.enter();
-                weights.read();
-                slot.leave();
-                slot.enter_compute();
-                let computed_with = weights.read();
-                slot.leave_running();
-                assert_eq!(weights.read(), computed_with, "none while a backend runs");
-                slot.backends_are_done();
-                slot.rest();
-            })
-        };
+        let (weights, alive) = begin();
+        let evaluated = evaluate(slot(false), &weights, |slot, weights| {
+            slot.begin(|| ());
+            slot.enter();
+            weights.read();
+            slot.leave();
+            slot.enter_compute();
+            let computed_with = weights.read();
+            slot.leave_running();
+            assert_eq!(weights.read(), computed_with, "none while a backend runs");
+            slot.backends_are_done();
+            slot.rest();
+        });
         switch(&weights, &alive).expect("it is abandoned or ends");
         evaluated.join().expect("no panic");
     });
