@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use regex::Regex;
-use sidecar_core::gguf::{Access, GgufFile, NamePattern, TensorInfo, group, open_model};
+use sidecar_core::gguf::{
+    Access, GgufFile, NamePattern, TensorInfo, group, has_tensor, open_model,
+};
 use sidecar_core::protocol::{Request, Status};
 use sidecar_core::reload::{LoadedModel, check_tensor};
 use sidecar_core::text;
@@ -212,13 +214,7 @@ impl Wanted<'_> {
     fn has(&self, name: &CStr) -> bool {
         let whole = self.whole.as_ref();
         whole.is_none_or(|whole| {
-            let others = || {
-                group(name, |name| {
-                    self.files
-                        .iter()
-                        .any(|file| file.header.find(name).is_some())
-                })
-            };
+            let others = || group(name, |name| has_tensor(self.files, name));
             whole.matches(name) || others().iter().any(|other| whole.matches(other))
         })
     }

@@ -5,7 +5,7 @@
 //! another name first, so that a file with its name is complete.
 
 use std::collections::BTreeSet;
-use std::ffi::{CStr, CString};
+use std::ffi::CString;
 use std::fs;
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
@@ -14,7 +14,9 @@ use anyhow::{Context, Result, ensure};
 use ggml_quantize::{Ggml, Kind, convert};
 use indicatif::ProgressBar;
 use sidecar_core::files::{self, Replace};
-use sidecar_core::gguf::{GgufFile, HeaderWriter, TypeInfo, companions, is_scale, padding};
+use sidecar_core::gguf::{
+    GgufFile, HeaderWriter, TypeInfo, companions, has_tensor, is_scale, padding,
+};
 use sidecar_core::reload::{check_tensor, hash_bytes};
 
 use super::candidate::Outcome;
@@ -63,15 +65,12 @@ impl Quantizer<'_> {
     /// its weights are whole, as those that an NVFP4 model was made from.
     fn further_scales(&self, tensors: &[Tensor<'_>]) -> Vec<Tensor<'_>> {
         let names = tensors.iter().map(|of| of.file.header.name(of.info));
-        let has = |files: &[GgufFile], name: &CStr| {
-            files.iter().any(|file| file.header.find(name).is_some())
-        };
-        let names = names.flat_map(|name| companions(name, |name| has(self.in_use, name)));
+        let names = names.flat_map(|name| companions(name, |name| has_tensor(self.in_use, name)));
         let names: BTreeSet<CString> = names.collect();
         let mut scales: Vec<Tensor<'_>> = self.in_use.iter().flat_map(Tensor::of_file).collect();
         scales.retain(|of| {
             let name = names.get(of.file.header.name(of.info));
-            let is_further = name.is_some_and(|name| !has(&self.source.files, name));
+            let is_further = name.is_some_and(|name| !has_tensor(&self.source.files, name));
             is_further && is_scale(of.name) && of.info.ty.name() == "f32"
         });
         scales

@@ -8,7 +8,9 @@ use anyhow::{Context, Result, bail, ensure};
 use ggml_quantize::{Shape, rules};
 use regex::Regex;
 use sidecar_core::experts::Routing;
-use sidecar_core::gguf::{Access, GgufFile, TensorInfo, Value, companions, is_scale, open_model};
+use sidecar_core::gguf::{
+    Access, GgufFile, TensorInfo, Value, companions, has_tensor, is_scale, open_model,
+};
 use sidecar_core::reload::{Hash, LoadedModel, hash_bytes, hash_source};
 
 use crate::output::progress;
@@ -109,9 +111,7 @@ impl Model {
 
     /// Whether the model has a tensor.
     pub fn has(&self, name: &CStr) -> bool {
-        self.files
-            .iter()
-            .any(|file| file.header.find(name).is_some())
+        has_tensor(&self.files, name)
     }
 
     fn by_name(&self) -> BTreeMap<&str, Tensor<'_>> {

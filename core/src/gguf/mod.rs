@@ -62,7 +62,7 @@ pub use header::{DEFAULT_ALIGNMENT, Header};
 pub use pattern::NamePattern;
 pub use purpose::{Purpose, has_one_type, places_elements};
 pub use scales::{ScaleClass, ScaleFormat};
-pub use shards::{new_paths, open_model, shard_name};
+pub use shards::{has_tensor, new_paths, open_model, shard_name};
 pub use tensor::{TensorInfo, strides};
 pub use types::{Dialect, TYPES, TypeInfo};
 pub use value::{KeyValue, Strings, Value, ValueType};

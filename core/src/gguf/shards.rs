@@ -5,6 +5,7 @@
 //! `NAME-00001-of-00003.gguf`.
 
 use std::collections::HashMap;
+use std::ffi::CStr;
 use std::path::{Path, PathBuf};
 
 use super::file::{Access, GgufFile, OpenError};
@@ -52,6 +53,12 @@ fn parse_name(name: &str) -> Option<(&str, u64, u64)> {
     let (prefix, number) = rest.rsplit_once('-')?;
     let (number, count) = (number.parse::<u64>().ok()?, count.parse().ok()?);
     Some((prefix, number.checked_sub(1)?, count))
+}
+
+/// Whether a tensor is in one of the files of a model.
+pub fn has_tensor<'a>(files: impl IntoIterator<Item = &'a GgufFile>, name: &CStr) -> bool {
+    let mut files = files.into_iter();
+    files.any(|file| file.header.find(name).is_some())
 }
 
 /// Opens all files of a model. `path` is the file or any of its shards.

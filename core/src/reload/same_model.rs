@@ -9,7 +9,9 @@ use std::ffi::CStr;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::gguf::{GgufFile, Header, KeyValue, Purpose, companions, has_one_type, places_elements};
+use crate::gguf::{
+    GgufFile, Header, KeyValue, Purpose, companions, has_one_type, has_tensor, places_elements,
+};
 
 /// How many names a message has.
 const NAMED: usize = 3;
@@ -91,8 +93,8 @@ impl LoadedModel {
     /// Returns which companion only one of the model and a source has, in words.
     fn other_companions(&self, source: &[GgufFile], path: &Path, name: &CStr) -> Option<String> {
         let (text, path) = (name.to_string_lossy(), path.display());
-        let own = |name: &CStr| self.0.iter().any(|file| file.header.find(name).is_some());
-        let theirs = |name: &CStr| source.iter().any(|file| file.header.find(name).is_some());
+        let own = |name: &CStr| find(self.0.iter().map(|of| &*of.header), name).is_some();
+        let theirs = |name: &CStr| has_tensor(source, name);
         let all = companions(name, |name| own(name) || theirs(name));
         all.into_iter().find_map(|companion| {
             let with = companion.to_string_lossy();

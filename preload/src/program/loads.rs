@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::ThreadId;
 
 use parking_lot::Mutex;
-use sidecar_core::gguf::{Access, GgufFile, Value};
+use sidecar_core::gguf::{Access, GgufFile, Value, has_tensor};
 use sidecar_core::protocol::Event;
 use sidecar_core::text;
 
@@ -254,10 +254,7 @@ pub fn sees_lookups() -> bool {
 pub fn note_kept_out(name: &CStr) {
     let thread = std::thread::current().id();
     let mut loads = SHARED.loads.lock();
-    let has = |load: &Load| {
-        let mut files = load.files.iter();
-        files.any(|file| file.header.find(name).is_some())
-    };
+    let has = |load: &Load| has_tensor(&load.files, name);
     let with = |load: &&mut Load| has(load) && load.thread == thread;
     let found = match loads.open.iter_mut().rev().find(with) {
         None => loads.open.iter_mut().rev().find(|load| has(load)),
