@@ -182,6 +182,8 @@ pub fn signal() -> Option<i32> {
 
 /// Ends the program that evaluates, and then this process by a signal. Nothing is left.
 pub fn end_now(signal: i32) {
+    // The thread that waits for the program ends by the signal, too.
+    note(signal);
     let owned = owned();
     owned.end_process();
     // Another thread may wait for a child.

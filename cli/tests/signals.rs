@@ -173,7 +173,7 @@ fn a_signal_leaves_nothing_and_is_the_exit_status() {
         assert!(it.left().len() > 2, "{:?}", it.left());
         send(&child, signal);
         let status = child.wait().expect("it ends");
-        assert_eq!(status.signal(), Some(signal));
+        assert_eq!(status.signal(), Some(signal), "{status:?}");
         assert_eq!(it.left(), ["ready"]);
         let process = fs::read_to_string(it.at("ready")).expect("a process");
         let process = PathBuf::from("/proc").join(process.trim());
@@ -200,7 +200,7 @@ fn a_comparison_ends_by_the_signal() {
     for signal in [SIGINT, SIGTERM, SIGHUP] {
         let folder = tempfile::tempdir().expect("a folder");
         let ready = folder.path().join("ready");
-        let script = format!("touch {}; exec sleep 1000", ready.display());
+        let script = format!("touch {}; exec sleep 1000", ready.to_string_lossy());
         let mut command = command(folder.path());
         command.args(["compare", "--", "sh", "-c", &script]);
         let mut child = command
