@@ -1,6 +1,8 @@
 //! `llama-sidecar compare` with real programs.
 
+use std::ffi::OsStr;
 use std::io::{BufRead, BufReader};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -45,11 +47,14 @@ fn compare_as(
     words: &[&str],
 ) -> Compared {
     let folder = tempfile::tempdir().expect("a folder");
+    let temporary = folder.path().join(OsStr::from_bytes(b"no UTF-8: \xE9"));
+    std::fs::create_dir(&temporary).expect("a folder");
     let output = folder.path().join("compare.json");
     let mut command = plain_command(cli);
     command.arg("compare").arg("--output").arg(&output);
     command.args(options).arg("--").args(words);
     command.env("XDG_DATA_HOME", folder.path());
+    command.env("TMPDIR", &temporary);
     set(&mut command);
     let ended = command.output().expect("it starts");
     let read = |path: &Path| std::fs::read_to_string(path).unwrap_or_default();

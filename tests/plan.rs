@@ -1,8 +1,10 @@
 //! `llama-sidecar plan` with real programs.
 
+use std::ffi::OsStr;
 use std::fs::Permissions;
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
@@ -21,6 +23,9 @@ use testkit::slow_disk::{SlowDisk, Speed};
 fn plan(folder: &Path) -> Command {
     let mut command = plain_command(built("release/llama-sidecar"));
     command.arg("plan").env("XDG_DATA_HOME", folder);
+    let temporary = folder.join(OsStr::from_bytes(b"no UTF-8: \xE9"));
+    std::fs::create_dir_all(&temporary).expect("a folder");
+    command.env("TMPDIR", temporary);
     command
 }
 

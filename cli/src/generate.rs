@@ -7,10 +7,12 @@ use anyhow::{Context, Result};
 use clap::Command;
 use clap_complete::Shell;
 
+use sidecar_core::text;
+
 /// Writes man pages and completions of a command to their standard folders below a prefix.
 pub fn run(mut command: Command, prefix: &Path) -> Result<()> {
     let man = prefix.join("share/man/man1");
-    fs::create_dir_all(&man).with_context(|| man.display().to_string())?;
+    fs::create_dir_all(&man).with_context(|| text::path(&man))?;
     clap_mangen::generate_to(command.clone(), &man)?;
     for (shell, folder) in [
         (Shell::Bash, "share/bash-completion/completions"),
@@ -18,7 +20,7 @@ pub fn run(mut command: Command, prefix: &Path) -> Result<()> {
         (Shell::Fish, "share/fish/vendor_completions.d"),
     ] {
         let folder = prefix.join(folder);
-        fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+        fs::create_dir_all(&folder).with_context(|| text::path(&folder))?;
         let name = command.get_name().to_owned();
         let written = clap_complete::generate_to(shell, &mut command, &name, &folder)?;
         if shell == Shell::Bash {

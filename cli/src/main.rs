@@ -30,6 +30,7 @@
 //! | [`print`] | standard output and standard error |
 
 #![warn(clippy::print_stdout, clippy::print_stderr)]
+#![cfg_attr(test, allow(clippy::disallowed_methods))]
 
 // Before all modules: they use its macros.
 #[macro_use]

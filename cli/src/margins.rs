@@ -18,6 +18,7 @@ use crate::output::{Outputs, progress};
 use crate::page;
 use crate::pruned::of_experts;
 use crate::sizes::{Table, percent, size_text};
+use sidecar_core::text;
 
 /// The title of the page.
 const TITLE: &str = "Margins";
@@ -151,12 +152,12 @@ pub fn run(options: &MarginsOptions) -> Result<()> {
         options.outputs.check(path, &page::start(TITLE))?;
     }
     let model = open_model(&options.model, Access::Read)
-        .with_context(|| format!("cannot read the model {}", options.model.display()))?;
+        .with_context(|| format!("cannot read the model {}", text::path(&options.model)))?;
     let bytes = bytes_of_experts(&model);
     ensure!(
         bytes > 0,
         "{} has no experts: name a mixture of experts",
-        options.model.display()
+        text::path(&options.model)
     );
     let fits = |mib: &u32| u64::from(*mib) << 20 >= bytes;
     if let Some(mib) = options.memory.filter(fits) {

@@ -12,6 +12,7 @@ use tempfile::{NamedTempFile, TempPath};
 use crate::interruption;
 use crate::space::Need;
 use crate::temporary::Temporary;
+use sidecar_core::text;
 
 /// Prints on standard error what a command does now.
 pub fn progress(line: &str) {
@@ -52,7 +53,13 @@ fn explain(written: io::Result<()>, path: &Path) -> Result<()> {
         ErrorKind::AlreadyExists => ", or replace it with --force",
         _ => "",
     };
-    written.map_err(|error| anyhow!("cannot write {}: {error}{}", path.display(), force(&error)))
+    written.map_err(|error| {
+        anyhow!(
+            "cannot write {}: {error}{}",
+            text::path(path),
+            force(&error)
+        )
+    })
 }
 
 /// A file of a new model.
@@ -111,7 +118,7 @@ pub fn write_model(
     outputs: Outputs,
     check: impl FnOnce(&Path) -> Result<()>,
 ) -> Result<u64> {
-    let context = |path: &Path| format!("cannot write {}", path.display());
+    let context = |path: &Path| format!("cannot write {}", text::path(path));
     let bytes = model.iter().map(NewFile::size).sum();
     check_space(&model)?;
     let first = model.first().context("a model has a file")?.path.clone();

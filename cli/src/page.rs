@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use sidecar_core::text::html;
+use sidecar_core::text::{self, html};
 
 use crate::sizes::Table;
 
@@ -53,7 +53,7 @@ pub fn measurements<'a>(
     facts: &[(&str, String)],
     tables: impl IntoIterator<Item = (Option<&'a str>, Table)>,
 ) -> String {
-    let model = html(&model.display().to_string());
+    let model = html(&text::path(model));
     let sentences: Vec<&str> = sentences.iter().copied().flatten().collect();
     let mut body = format!(
         "<section><h1>{model}</h1><p class=note>{}</p>",

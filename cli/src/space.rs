@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use rustix::fs::statvfs;
 use sidecar_core::files::folder_of;
+use sidecar_core::text;
 
 /// Space that new files need on one file system.
 pub struct Need {
@@ -23,7 +24,7 @@ impl Need {
         let mut needs: Vec<Need> = Vec::new();
         for (path, bytes) in files {
             let folder = folder_of(path);
-            let found = fs::metadata(folder).with_context(|| folder.display().to_string())?;
+            let found = fs::metadata(folder).with_context(|| text::path(folder))?;
             match needs.iter_mut().find(|need| need.device == found.dev()) {
                 Some(need) => need.bytes = need.bytes.saturating_add(bytes),
                 None => needs.push(Need {
@@ -38,13 +39,14 @@ impl Need {
 
     /// Fails if the file system has less free space than needed.
     pub fn check(&self) -> Result<()> {
-        let free = free_in(&self.folder)
-            .with_context(|| format!("cannot find the free space in {}", self.folder.display()))?;
+        let free = free_in(&self.folder).with_context(|| {
+            format!("cannot find the free space in {}", text::path(&self.folder))
+        })?;
         ensure!(
             self.bytes <= free,
             "the new files need {} bytes in {}, and {free} are free: free some space; nothing was changed",
             self.bytes,
-            self.folder.display()
+            text::path(&self.folder)
         );
         Ok(())
     }

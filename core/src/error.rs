@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::gguf::OpenError;
+use crate::text;
 
 /// Errors of a device.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -41,7 +42,7 @@ pub enum Error {
     Open(#[from] OpenError),
     #[error(transparent)]
     Device(#[from] DeviceError),
-    #[error("{path}: cannot read {what} at offset {offset}: {source}", path = path.display())]
+    #[error("{path}: cannot read {what} at offset {offset}: {source}", path = text::path(path))]
     Read {
         path: PathBuf,
         what: String,
@@ -49,7 +50,7 @@ pub enum Error {
         source: io::Error,
     },
     #[error(
-        "{path}: cannot use {what}, because the file was modified in place after it was opened: reload or reopen the model, and replace files by rename", path = path.display()
+        "{path}: cannot use {what}, because the file was modified in place after it was opened: reload or reopen the model, and replace files by rename", path = text::path(path)
     )]
     WrittenInPlace { path: PathBuf, what: String },
     #[error("{what} {wanted} does not exist: {available}")]

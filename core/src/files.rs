@@ -27,6 +27,7 @@ use tempfile::NamedTempFile;
 
 use crate::descriptors::{self, Kept, above_standard};
 use crate::signals::without_write_signals;
+use crate::text;
 
 /// The end of the name of a file that is not complete. The name starts with a dot.
 pub const INCOMPLETE: &str = ".part";
@@ -233,7 +234,11 @@ pub fn at_free_name<T>(
             }
             written => {
                 if let (Some(why), Ok(_), false) = (&refused, &written, is_known) {
-                    log::warn!("{}: {why}; written to {}", path.display(), name.display());
+                    log::warn!(
+                        "{}: {why}; written to {}",
+                        text::path(path),
+                        text::path(&name)
+                    );
                 }
                 return written.map(|written| (name, written));
             }

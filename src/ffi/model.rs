@@ -12,6 +12,7 @@ use super::{Flag, SizedStruct, fill, read, text};
 use crate::model::{Model, Progress};
 use parking_lot::Mutex;
 use sidecar_core::gguf::Strings;
+use sidecar_core::text;
 
 /// An open model. This is not the llama_model of llama.cpp. Passing a handle of llama.cpp to this
 /// library fails with LLAMA_SIDECAR_STATUS_BAD_HANDLE; passing a handle of this library to
@@ -91,7 +92,7 @@ pub unsafe extern "C" fn llama_model_load(
 
 /// Adds the path to a failure that does not name it.
 fn of_path(path: &Path, mut failure: Failure) -> Failure {
-    let path = path.display().to_string();
+    let path = text::path(path);
     if !failure.message.contains(&path) {
         failure.message = format!("{path}: {}", failure.message);
     }

@@ -21,6 +21,7 @@ use crate::model::Model;
 use sidecar_core::config::Config;
 use sidecar_core::files;
 use sidecar_core::logger::print;
+use sidecar_core::text;
 use sidecar_core::trace::{
     ExpertLayout, ExpertNames, Ids, ModelMeta, Trace, enabled, log_unwritten, numbered,
     print_exported, print_summary, to_text, write,
@@ -403,7 +404,7 @@ pub unsafe extern "C" fn llama_expert_trace_write(
         .map_err(|error| {
             Failure::new(
                 llama_sidecar_status::Io,
-                format!("cannot write {}: {error}", path.display()),
+                format!("cannot write {}: {error}", text::path(path)),
             )
         })
     })

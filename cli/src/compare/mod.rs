@@ -10,7 +10,7 @@ mod results;
 
 use std::ffi::OsString;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -82,7 +82,7 @@ pub fn run(options: &CompareOptions) -> Result<()> {
     ensure!(
         page != options.output,
         "{}: the page would have the same path: name a file with the extension .json",
-        page.display()
+        text::path(&page)
     );
     // Not after the measurements.
     options.outputs.check(&options.output, report::START)?;
@@ -144,7 +144,7 @@ fn note_gain(report: &Report, words: &[OsString]) -> Result<Option<String>> {
     Ok(path.map(|path| {
         format!(
             "from now on, 'llama-sidecar run' {what} for this command ({})",
-            path.display()
+            text::path(&path)
         )
     }))
 }
@@ -175,7 +175,7 @@ impl Comparison {
         ensure!(
             options.prompts.is_none() || kind == Kind::Server,
             "--prompts has no effect: {} gets its prompts from its command line",
-            words[0].display()
+            text::path(Path::new(&words[0]))
         );
         let ways: Vec<Vec<String>> = match options.with.is_empty() {
             true => CAPABILITIES.iter().map(|of| vec![(*of).into()]).collect(),
@@ -278,7 +278,7 @@ impl Comparison {
         self.report.describe(&alone, &events);
         let mut output = Some(alone.output);
         if observed.output != output {
-            let (again, _) = self.program.run(None, true)?;
+            let (again, _) = self.program.run(None::<&[OsString]>, true)?;
             // It may have times, for example. The hashes remain.
             output = output.filter(|output| *output == again.output);
         }
@@ -322,8 +322,8 @@ impl Comparison {
     fn observed(&self, flags: &[String], arguments: &[&str]) -> Result<(Computed, Events)> {
         let path = self.folder.path().join("hashes");
         let _ = fs::remove_file(&path);
-        let mut flags = flags.to_vec();
-        flags.push(format!("--logits-hashes={}", path.display()));
+        let mut flags: Vec<OsString> = flags.iter().map(OsString::from).collect();
+        flags.extend(["--logits-hashes".into(), path.clone().into()]);
         let (run, events) = self.program.with(arguments).run(Some(&flags), true)?;
         let text = fs::read_to_string(&path).unwrap_or_default();
         let hashes = text.lines().filter(|line| !line.starts_with('#'));

@@ -9,6 +9,7 @@ use anyhow::{Context, Result, ensure};
 use sidecar_core::protocol::{LayerMask, Request};
 
 use crate::sizes::size_text;
+use sidecar_core::text;
 
 /// The most bytes of a file with masks.
 const LARGEST: u64 = 64 << 20;
@@ -96,23 +97,23 @@ pub fn read(path: &Path) -> Result<Vec<LayerMask>> {
     // Not its size: that of a device or a pipe is 0.
     let mut text = String::new();
     let read = File::open(path).and_then(|file| file.take(LARGEST + 1).read_to_string(&mut text));
-    let bytes = read.with_context(|| format!("cannot read {}", path.display()))?;
+    let bytes = read.with_context(|| format!("cannot read {}", text::path(path)))?;
     ensure!(
         bytes as u64 <= LARGEST,
         "cannot read {}: it is larger than {}",
-        path.display(),
+        text::path(path),
         size_text(LARGEST as f64)
     );
     let masks: Vec<LayerMask> = serde_json::from_str(&text).with_context(|| {
         format!(
             "{}: expected [{{\"layer\": 3, \"experts\": [3, 17]}}, ...]",
-            path.display()
+            text::path(path)
         )
     })?;
-    ensure!(!masks.is_empty(), "{} names no layer", path.display());
+    ensure!(!masks.is_empty(), "{} names no layer", text::path(path));
     let mut layers = BTreeSet::new();
     for LayerMask { layer, experts } in &masks {
-        let path = path.display();
+        let path = text::path(path);
         ensure!(layers.insert(layer), "{path} names layer {layer} twice");
         let mut named = BTreeSet::new();
         for expert in experts {

@@ -234,14 +234,14 @@ pub fn check_unused(socket: &Path) -> Result<()> {
     bail!(
         "{}: {who} listens at {} already: end that process, or choose another path, for several processes one with %p, which stands for the process id",
         Variable::title_of("LLAMA_SIDECAR_CONTROL"),
-        socket.display()
+        text::path(socket)
     )
 }
 
 /// Returns the process that listens at a socket, by its number in this process namespace.
 fn process_at(socket: &Path) -> Result<u32> {
     let process = peer(&connect(socket, &Request::Reload, None)?);
-    let socket = socket.display();
+    let socket = text::path(socket);
     let process =
         process.with_context(|| format!("cannot find the process that listens at {socket}"))?;
     ensure!(
@@ -298,7 +298,7 @@ pub fn ask_within(socket: &Path, request: &Request, time: Duration) -> Result<Va
 
 /// A reply that was not complete in time.
 #[derive(Debug, thiserror::Error)]
-#[error("{socket} does not answer in time: {error}", socket = socket.display())]
+#[error("{socket} does not answer in time: {error}", socket = text::path(socket))]
 struct Late {
     socket: PathBuf,
     error: io::Error,
@@ -346,7 +346,7 @@ fn ask_once(
         let cause = sent.and(read).err().map(|error| format!(" ({error})"));
         bail!(
             "{} was closed without a reply{}, as by the end of the process: see the output of the program, and start it again",
-            socket.display(),
+            text::path(socket),
             cause.unwrap_or_default()
         );
     }
@@ -354,7 +354,7 @@ fn ask_once(
         let start = String::from_utf8_lossy(&answer[..answer.len().min(200)]);
         format!(
             "{} is not a control socket of llama-sidecar: expected JSON, found {start:?}",
-            socket.display()
+            text::path(socket)
         )
     })
 }
@@ -390,11 +390,11 @@ fn connect(socket: &Path, request: &Request, time: Option<Duration>) -> Result<U
                 };
                 format!(
                     "start the program with 'llama-sidecar run {flag} --socket {} -- COMMAND'{which}; the socket appears after its first evaluation",
-                    socket.display()
+                    text::path(socket)
                 )
             }
         };
-        anyhow!("cannot connect to {}: {error}; {next}", socket.display())
+        anyhow!("cannot connect to {}: {error}; {next}", text::path(socket))
     };
     let connected = || -> io::Result<UnixStream> {
         let stream = net::socket_with(

@@ -8,6 +8,7 @@ use anyhow::{Context, Result, ensure};
 use sidecar_core::gguf::GgufFile;
 
 use crate::space::Need;
+use sidecar_core::text;
 
 /// The bytes before the tokens: a name of 8 bytes, and the numbers of [`Base`].
 const START: usize = 20;
@@ -32,7 +33,7 @@ impl Base {
     pub fn read(path: &Path) -> Result<Base> {
         let mut start = [0; START];
         let read = File::open(path).and_then(|mut file| file.read_exact(&mut start));
-        read.with_context(|| format!("cannot read {}", path.display()))?;
+        read.with_context(|| format!("cannot read {}", text::path(path)))?;
         let number = |at: usize| {
             u32::from_le_bytes([start[at], start[at + 1], start[at + 2], start[at + 3]])
         };
@@ -44,7 +45,7 @@ impl Base {
         ensure!(
             start.starts_with(b"_logits_") && (16..1 << 20).contains(&base.context),
             "{} has no base logits: pass a file that 'llama-perplexity --kl-divergence-base' wrote",
-            path.display()
+            text::path(path)
         );
         Ok(base)
     }
@@ -52,7 +53,7 @@ impl Base {
     /// Reads the sizes of a file that llama-perplexity just wrote: it ends without an error where the text is too short for
     /// a chunk, or the disk is full.
     pub fn read_complete(path: &Path) -> Result<Base> {
-        let explain = || format!("cannot read {}", path.display());
+        let explain = || format!("cannot read {}", text::path(path));
         let found = path.metadata().with_context(explain)?.len();
         ensure!(found >= START as u64, "{TOO_SHORT}");
         let base = Base::read(path)?;

@@ -22,6 +22,7 @@ use crate::interruption;
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{JOURNAL, Journal};
 use crate::temporary::Temporary;
+use sidecar_core::text;
 
 /// Variables of a program that masks experts.
 pub const MASKS: [(&str, &str); 1] = [("LLAMA_EXPERT_MASKS", "1")];
@@ -188,7 +189,7 @@ impl Program {
         ensure!(
             status.success(),
             "{} made no base logits ({status}): {}",
-            self.executable.path.display(),
+            text::path(&self.executable.path),
             last_lines(log)
         );
         // The reason comes first.
@@ -215,7 +216,7 @@ impl Program {
         ensure!(
             status.success() && perplexity.is_some_and(f64::is_finite),
             "{} cannot use the new model ({status}), which was not kept: {}",
-            self.executable.path.display(),
+            text::path(&self.executable.path),
             last_lines(&log)
         );
         Ok(())
@@ -392,14 +393,14 @@ fn socket_folder() -> Result<Temporary> {
     let folder = Temporary::new().with_context(|| {
         format!(
             "cannot write to {}: set TMPDIR to another folder",
-            parent.display()
+            text::path(&parent)
         )
     })?;
     let length = folder.path().join(SOCKET).as_os_str().len();
     ensure!(
         length <= LONGEST_SOCKET,
         "the path of a socket in {} has {length} bytes, and unix(7) permits {LONGEST_SOCKET}: set TMPDIR to a folder with a shorter path",
-        parent.display()
+        text::path(&parent)
     );
     Ok(folder)
 }
@@ -407,7 +408,7 @@ fn socket_folder() -> Result<Temporary> {
 fn new_log(path: &Path) -> Result<File> {
     let make = || files::write(path, &[], Replace::Any).and_then(|()| files::append(path));
     let file = interruption::undisturbed(make);
-    file.with_context(|| format!("cannot write {}", path.display()))
+    file.with_context(|| format!("cannot write {}", text::path(path)))
 }
 
 /// Returns the end of a log.
@@ -420,5 +421,5 @@ fn last_lines(log: &Path) -> String {
         .map(|line| line.chars().take(LONGEST_LINE).collect())
         .collect();
     let last = lines[lines.len().saturating_sub(3)..].join(" / ");
-    format!("its log {} ends with: {last}", log.display())
+    format!("its log {} ends with: {last}", text::path(log))
 }

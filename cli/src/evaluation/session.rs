@@ -14,6 +14,7 @@ use crate::interruption;
 use crate::launch::child::without_secrets;
 use crate::output::progress;
 use crate::temporary::Temporary;
+use sidecar_core::text;
 
 /// Divergences that are smaller are those of rounded base logits.
 const LEAST: f64 = 2e-6;
@@ -42,11 +43,11 @@ impl<'a> Session<'a> {
     ) -> Result<Session<'a>> {
         for text in texts {
             check_text(text, program.context)
-                .with_context(|| format!("cannot use the text {}", text.display()))?;
+                .with_context(|| format!("cannot use the text {}", text::path(text)))?;
         }
         program.check()?;
         let parent = work.map_or_else(std::env::temp_dir, Path::to_owned);
-        let explain = || format!("cannot write to {}", parent.display());
+        let explain = || format!("cannot write to {}", text::path(&parent));
         interruption::watch()?;
         let folder = Temporary::new_in(&parent).with_context(explain)?;
         if let Some(chunks) = chunks {
@@ -82,7 +83,7 @@ impl<'a> Session<'a> {
     pub fn use_text(&mut self, text: &Path) -> Result<()> {
         progress(&format!(
             "evaluating {} with the model as it is",
-            text.display()
+            text::path(text)
         ));
         self.check_model()?;
         let base = self.base_path();
@@ -111,7 +112,7 @@ impl<'a> Session<'a> {
             ensure!(
                 now.is_ok_and(|now| now.same_stamp(&file.source.id())),
                 "{} was replaced or written during the measurements: start again",
-                path.display()
+                text::path(path)
             );
         }
         Ok(())

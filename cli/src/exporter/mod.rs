@@ -16,6 +16,7 @@ use sidecar_core::protocol::{Metrics, Request};
 use crate::control;
 use crate::exporter::families::Families;
 use crate::http::{self, Answer};
+use sidecar_core::text;
 
 /// The type of a page in OpenMetrics.
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -61,7 +62,7 @@ fn page(patterns: &[String]) -> String {
     });
     let mut families = Families::default();
     for (socket, text) in sockets.iter().zip(texts) {
-        families.add(&socket.display().to_string(), text.as_deref());
+        families.add(&text::path(socket), text.as_deref());
     }
     families.to_text()
 }

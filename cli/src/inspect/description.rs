@@ -50,7 +50,7 @@ fn describe(model: &Model) -> Result<Json> {
         })
         .collect();
     let files: Vec<String> = (0..model.file_count())
-        .map(|file| model.file_path(file).display().to_string())
+        .map(|file| text::path(model.file_path(file)))
         .collect();
     Ok(json!({
         "gguf_version": model.gguf_version(),

@@ -7,6 +7,7 @@ use std::process::ExitStatus;
 use serde::{Deserialize, Serialize};
 
 use crate::launch::kept::{Kept, machine};
+use sidecar_core::text;
 
 /// The list.
 const CRASHES: Kept = Kept { name: "crashes" };
@@ -64,7 +65,7 @@ impl Start {
             "this program ended by {} when it ran with the drop-in ({}): if it does not with --none, report it with {}",
             crash.signal,
             crash.variables.join(" "),
-            file.display()
+            text::path(&file)
         ))
     }
 

@@ -57,9 +57,9 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
     let program = Executable::find(&options.command[0])?;
     line(
         "program",
-        &format!("{}: {}", program.path.display(), program.kind.describe()),
+        &format!("{}: {}", text::path(&program.path), program.kind.describe()),
     );
-    line("drop-in", &preload.display().to_string());
+    line("drop-in", &text::path(&preload));
     if let Some(obstacle) = program.obstacle(&preload) {
         bail!("{obstacle}");
     }

@@ -12,6 +12,8 @@ use goblin::elf::Elf;
 use goblin::elf::header::machine_to_str;
 use rustix::process::geteuid;
 
+use sidecar_core::text;
+
 /// An executable file.
 pub struct Executable {
     pub path: PathBuf,
@@ -50,18 +52,18 @@ impl Executable {
                 runnable.next().with_context(|| {
                     format!(
                         "{} is not in PATH: pass the path of the program, or install it",
-                        word.display()
+                        text::path(Path::new(word))
                     )
                 })?
             }
             _ => PathBuf::from(word),
         };
         let found = std::fs::metadata(&path)
-            .with_context(|| format!("cannot run {}: check the path", path.display()))?;
+            .with_context(|| format!("cannot run {}: check the path", text::path(&path)))?;
         if !is_executable(&path) {
             bail!(
                 "{} is not executable: pass a program, or make the file executable with chmod +x",
-                path.display()
+                text::path(&path)
             );
         }
         Ok(Executable {
@@ -77,7 +79,7 @@ impl Executable {
             .env("LD_TRACE_LOADED_OBJECTS", "1")
             .stdin(Stdio::null())
             .output()
-            .with_context(|| format!("cannot run {}", self.path.display()))?;
+            .with_context(|| format!("cannot run {}", text::path(&self.path)))?;
         let text = String::from_utf8_lossy(&output.stdout);
         let path = |line: &str| {
             let path = line.split_once(" => ")?.1.split_once(" (")?.0;
@@ -105,7 +107,7 @@ impl Executable {
 
     /// Returns why the drop-in cannot be loaded into the program, and the next step.
     pub fn obstacle(&self, preload: &Path) -> Option<String> {
-        let name = self.path.display();
+        let name = text::path(&self.path);
         if self.set_uid {
             return Some(format!(
                 "{name} is set-uid, so the loader ignores LD_PRELOAD: run a copy without the set-uid bit"
@@ -221,6 +223,6 @@ pub fn preload_library() -> Result<PathBuf> {
     }
     bail!(
         "{NAME} is not in {}: install it with 'cargo xtask install --prefix DIR' and run DIR/bin/llama-sidecar",
-        folder.join("../lib").display()
+        text::path(&folder.join("../lib"))
     )
 }

@@ -9,6 +9,7 @@ use rustix::system::uname;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use sidecar_core::files::{self, Replace};
+use sidecar_core::text;
 
 /// Entries that a list has at most; the oldest are forgotten.
 const MOST: usize = 1000;
@@ -65,10 +66,10 @@ impl Kept {
         };
         let folder = files::folder_of(&path);
         fs::create_dir_all(folder)
-            .with_context(|| format!("cannot create {}", folder.display()))?;
+            .with_context(|| format!("cannot create {}", text::path(folder)))?;
         let text = serde_json::to_string(&content)?;
         files::write(&path, text.as_bytes(), Replace::Own)
-            .with_context(|| format!("cannot write {}", path.display()))?;
+            .with_context(|| format!("cannot write {}", text::path(&path)))?;
         Ok(Some(path))
     }
 }

@@ -16,6 +16,7 @@ use sidecar_core::gguf::FileId;
 use crate::launch::child;
 use crate::launch::journal::{JOURNAL, Journal};
 use crate::launch::kept::{Kept, machine};
+use sidecar_core::text;
 
 /// The command line word of a process that ends at once.
 pub const TRIAL: &str = "trial";
@@ -36,7 +37,7 @@ pub fn failure(drop_in: &Path) -> Option<String> {
     if let Err(error) = run(drop_in) {
         return Some(format!("{error:#}"));
     }
-    let of_library = format!("{} ", drop_in.display());
+    let of_library = format!("{} ", text::path(drop_in));
     known.retain(|known| !known.starts_with(&of_library));
     known.push(subject);
     // Without the list, the next start makes the trial again.
@@ -52,7 +53,7 @@ fn subject(drop_in: &Path) -> Result<String> {
     let libc = unsafe { CStr::from_ptr(libc::gnu_get_libc_version()) };
     Ok(format!(
         "{} {library:?}, {} {:?}, glibc {libc:?}",
-        drop_in.display(),
+        text::path(drop_in),
         machine(),
         kernel.release()
     ))

@@ -155,7 +155,7 @@ struct CommandLine {
 
 impl RunOptions {
     /// Returns the options that `run` has with some flags for a command.
-    pub fn with(flags: &[String], command: &[OsString]) -> Result<RunOptions> {
+    pub fn with(flags: &[impl AsRef<OsStr>], command: &[OsString]) -> Result<RunOptions> {
         let words = ["run", "--quiet"].map(OsString::from).into_iter();
         let words = words.chain(flags.iter().map(OsString::from));
         let words = words.chain(["--".into()]).chain(command.iter().cloned());
@@ -268,7 +268,7 @@ pub fn run(options: &RunOptions) -> Result<()> {
     if config.expert_stream_prefer.is_some() && config.preference().is_none() {
         bail!(
             "{} was not started: --stream-prefer changes results: also pass --accept-changed-results, after 'llama-sidecar margins' has measured by how much",
-            program.path.display()
+            text::path(&program.path)
         );
     }
     if let Some(sentence) = config.unwritable().into_iter().next() {
@@ -281,7 +281,7 @@ pub fn run(options: &RunOptions) -> Result<()> {
         Some(failure) => {
             eprintln!(
                 "llama-sidecar: {} runs without the drop-in: {failure}",
-                program.path.display()
+                text::path(&program.path)
             );
             None
         }
@@ -302,7 +302,7 @@ pub fn run(options: &RunOptions) -> Result<()> {
     };
     let mut child = child::spawn(&mut command, Group::Shared).with_context(|| {
         let obstacle = prepared.obstacle(&program);
-        obstacle.unwrap_or_else(|| format!("cannot run {}", program.path.display()))
+        obstacle.unwrap_or_else(|| format!("cannot run {}", text::path(&program.path)))
     })?;
     let status = child::wait(&mut child)?;
     let journal = journal.flatten();

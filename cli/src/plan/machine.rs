@@ -1,5 +1,6 @@
 //! What is measured on this machine: products by the program's own ggml, and reads of the model's file.
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::num::NonZeroU64;
@@ -159,7 +160,8 @@ fn run(
         .tempdir()?;
     let request = folder.path().join("measure.json");
     Outputs::default().write(&request, &serde_json::to_string(wanted)?)?;
-    let set = format!("LLAMA_SIDECAR_MEASURE={}", request.display());
+    let mut set = OsString::from("LLAMA_SIDECAR_MEASURE=");
+    set.push(&request);
     let mut words = of.words.clone();
     if of.kind == Kind::Server {
         listen_elsewhere(&mut words)?;
@@ -176,7 +178,7 @@ fn run(
         .stdout(Stdio::null())
         .stderr(log.try_clone()?);
     let mut session = Session::start(&mut command)
-        .with_context(|| format!("cannot run {}", program.path.display()))?;
+        .with_context(|| format!("cannot run {}", text::path(&program.path)))?;
     let ended = of.wait_until(&mut session, Instant::now() + longest, late, || false)?;
     let status = ended.expect("nothing else is waited for");
     let events = journal.read();

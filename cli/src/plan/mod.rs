@@ -40,6 +40,7 @@ use crate::report::cache::{Caches, Policy};
 use crate::report::stream::Disk;
 use crate::report::traces::TraceReport;
 use crate::trial::{Program, prompts};
+use sidecar_core::text;
 
 /// Numbers of threads that are measured at most.
 const MOST_THREADS: usize = 8;
@@ -229,7 +230,7 @@ fn speeds_of(shape: &Shape, numbers: &[u32]) -> Result<FileSpeeds> {
     read().with_context(|| {
         format!(
             "reads of {} that bypass memory (O_DIRECT) cannot be measured",
-            path.display()
+            text::path(path)
         )
     })
 }
@@ -240,7 +241,7 @@ fn hits_of_trace(path: &Path) -> Result<Vec<f64>> {
     let caches = Caches::of(&traced).with_context(|| {
         format!(
             "{} has no locality: write a trace with this version of llama-sidecar",
-            path.display()
+            text::path(path)
         )
     })?;
     let rates = (0..=caches.experts).map(|size| caches.rate(Policy::Lru, size));

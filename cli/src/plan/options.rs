@@ -8,6 +8,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 
 use crate::launch::executable::Executable;
+use sidecar_core::text;
 
 /// An option of llama.cpp, under the names of its programs and versions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,14 +67,14 @@ impl Known {
             .arg("--help")
             .stdin(Stdio::null())
             .output()
-            .with_context(|| format!("cannot run {}", program.display()))?;
+            .with_context(|| format!("cannot run {}", text::path(&program)))?;
         let help = [output.stdout, output.stderr].concat();
         let help = String::from_utf8_lossy(&help).into_owned();
         let known = Known { help };
         ensure!(
             known.has(THREADS),
             "{} --help does not list --threads: it is no program of llama.cpp, or does not start",
-            program.display()
+            text::path(&program)
         );
         Ok(known)
     }

@@ -178,7 +178,7 @@ impl Plan {
             } else {
                 ""
             };
-            line("measured", format!("{when}kept in {}", path.display()));
+            line("measured", format!("{when}kept in {}", text::path(path)));
         }
         if let Some(share) = self.disturbed {
             line(

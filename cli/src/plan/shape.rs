@@ -8,6 +8,7 @@ use serde::Serialize;
 use sidecar_core::experts::{ExpertName, Projection, Routing};
 use sidecar_core::gguf::{self, Access, GgufFile, TensorInfo, TypeInfo};
 use sidecar_core::protocol::{Matrix, Repacked, Work};
+use sidecar_core::text;
 
 use super::model::{Model, Products};
 
@@ -89,22 +90,22 @@ impl Shape {
     /// Reads the headers of a model, of which a program replaces some numbers.
     pub fn read(path: &Path, overrides: &BTreeMap<String, u64>) -> Result<Shape> {
         let files = gguf::open_model(path, Access::Read)
-            .with_context(|| format!("cannot read the model {}", path.display()))?;
+            .with_context(|| format!("cannot read the model {}", text::path(path)))?;
         let shape = Shape::of(&files, overrides);
         ensure!(
             !shape.matrices.is_empty(),
             "{} has no layers: pass the model itself",
-            path.display()
+            text::path(path)
         );
         ensure!(
             !shape.is_split,
             "{} has a file format of 2024, with a matrix for each expert, which newer llama.cpp does not load: convert the model again",
-            path.display()
+            text::path(path)
         );
         ensure!(
             shape.expert_layers == 0 || shape.used > 0,
             "{} does not state how many experts a token uses (expert_used_count)",
-            path.display()
+            text::path(path)
         );
         Ok(shape)
     }

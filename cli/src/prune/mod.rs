@@ -22,6 +22,7 @@ use crate::page;
 use crate::prune::search::{Found, Plan, SearchOptions};
 use crate::pruned::{Mixture, Pruned};
 use crate::sizes::{Table, size_text};
+use sidecar_core::text;
 
 /// The title of the page.
 const TITLE: &str = "Pruning";
@@ -69,7 +70,7 @@ pub struct PruneOptions {
 /// Finds the experts to leave out, or takes those of a file, and writes the model without them.
 pub fn run(options: &PruneOptions) -> Result<()> {
     let files = open_model(&options.model, Access::Read)
-        .with_context(|| format!("cannot read the model {}", options.model.display()))?;
+        .with_context(|| format!("cannot read the model {}", text::path(&options.model)))?;
     let mixture = Mixture::of(&files)?;
     let outputs = match &options.output {
         Some(path) => new_paths(path, files.len() as u64).context("cannot write the model")?,
@@ -91,7 +92,7 @@ pub fn run(options: &PruneOptions) -> Result<()> {
     if let Some(twice) = paths.windows(2).find(|pair| pair[0] == pair[1]) {
         bail!(
             "{} is named twice: each file needs a path of its own",
-            twice[0].display()
+            text::path(twice[0])
         );
     }
     let model = Model {
@@ -156,7 +157,7 @@ impl Model<'_> {
         let before: u64 = self.files.iter().map(|file| file.source.id().size).sum();
         progress(&format!(
             "{} has {} of {} experts in each of {} layers: {} of {}",
-            self.outputs[0].display(),
+            text::path(&self.outputs[0]),
             pruned.left,
             self.mixture.routing.experts,
             self.mixture.layers.len(),
@@ -191,7 +192,7 @@ fn measure(
 ) -> Result<()> {
     let duplicates = || {
         duplicates::of(model.files, model.mixture)
-            .with_context(|| format!("cannot read {}", model.path.display()))
+            .with_context(|| format!("cannot read {}", text::path(model.path)))
     };
     search::run(plan, session, duplicates, found)?;
     if !model.outputs.is_empty() {

@@ -17,6 +17,7 @@ use serde::Serialize;
 use serde_json::Value;
 use sidecar_core::gguf::GgufFile;
 use sidecar_core::protocol::LayerMask;
+use sidecar_core::text;
 use sidecar_core::trace;
 
 use crate::evaluation::program::{EvaluationOptions, MASKS, Program, Running};
@@ -200,7 +201,7 @@ impl SearchOptions {
                 Source::Traced(order.with_context(|| {
                     format!(
                         "--trace {}: pass a trace of this model, see docs/expert-trace.md",
-                        path.display()
+                        text::path(path)
                     )
                 })?)
             }

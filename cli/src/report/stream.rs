@@ -14,6 +14,7 @@ use sidecar_core::experts::{ExpertIndex, Routing};
 use sidecar_core::gguf::{self, Access, GgufFile};
 use sidecar_core::memory::free_memory;
 use sidecar_core::stream::WINDOW;
+use sidecar_core::text;
 
 /// The bytes of a read.
 const PIECE: usize = WINDOW as usize;
@@ -47,7 +48,7 @@ pub fn describe(model: &Path, used: &[(u32, u64)]) -> Result<Vec<(&'static str, 
             "disk",
             format!(
                 "not measured: reads of {} that bypass memory (O_DIRECT) fail: {error}",
-                largest.display()
+                text::path(largest)
             ),
         )),
     }

@@ -39,27 +39,28 @@ impl TraceReport {
             && let Ok(reader) = RouteReader::open(path)
         {
             let read = TraceReport::of_routes(path, reader, separate);
-            return read.with_context(|| format!("cannot read the routes of {}", path.display()));
+            return read.with_context(|| format!("cannot read the routes of {}", text::path(path)));
         }
         ensure!(
             named != RouteFormat::Npy,
             "{0} is an array of numpy: open it with numpy.load('{0}'); a report needs routes in a file FILE.routes, or a trace of --expert-trace-output",
-            path.display()
+            text::path(path)
         );
-        let text = files::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let text =
+            files::read(path).with_context(|| format!("cannot read {}", text::path(path)))?;
         let json = serde_json::from_slice(&text).with_context(|| {
             format!(
                 "{} is not JSON: write a trace with --expert-trace-output trace.json",
-                path.display()
+                text::path(path)
             )
         })?;
         let (about, counts) = from_json(&json)
             .map_err(anyhow::Error::msg)
-            .with_context(|| format!("{} is not an expert trace", path.display()))?;
+            .with_context(|| format!("{} is not an expert trace", text::path(path)))?;
         if counts.activations() == 0 {
             bail!(
                 "{} has no activations: evaluate with the model before writing the trace",
-                path.display()
+                text::path(path)
             );
         }
         Ok(vec![TraceReport {

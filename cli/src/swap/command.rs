@@ -162,8 +162,12 @@ impl SwapOptions {
         let program = program.map_err(|_| {
             anyhow!("--as quantises with the ggml library of llama-quantize, which is not in PATH: add its folder to PATH, or {NEXT}")
         })?;
-        tune::ggml_library(program.libraries()?)
-            .with_context(|| format!("{} has no libggml-base.so: {NEXT}", program.path.display()))
+        tune::ggml_library(program.libraries()?).with_context(|| {
+            format!(
+                "{} has no libggml-base.so: {NEXT}",
+                text::path(&program.path)
+            )
+        })
     }
 }
 
@@ -264,7 +268,7 @@ fn swap(path: &Path, options: &SwapOptions, source: Option<&Source>) -> Result<b
     ensure!(
         model.iter().map(path_of).eq(paths),
         "another program changed {}: try again when that program has ended",
-        path.display()
+        text::path(path)
     );
     let tensor = source.map(|source| &source.tensor);
     let wanted = Wanted::new(tensor.or(options.tensor.as_ref()), &model)?;
@@ -299,7 +303,7 @@ fn swap(path: &Path, options: &SwapOptions, source: Option<&Source>) -> Result<b
     if sources.is_none() && kept.iter().all(Vec::is_empty) {
         bail!(
             "{} has no file of originals: no swap changed the model, or all tensors are restored already",
-            path.display()
+            text::path(path)
         );
     }
     carry_out(plan, options)
@@ -566,7 +570,7 @@ fn put_in_place(change: &Change<'_>, new: Written, originals: Option<Written>) -
 
 fn rename(from: &Path, to: &Path) -> Result<()> {
     fs::rename(from, to)
-        .with_context(|| format!("cannot rename {} to {}", from.display(), to.display()))?;
+        .with_context(|| format!("cannot rename {} to {}", text::path(from), text::path(to)))?;
     rewrite::sync_folder_of(to)
 }
 
@@ -575,7 +579,7 @@ fn remove_originals(model: &Path) -> Result<()> {
     for path in [Originals::path_of(model), Originals::beside(model)] {
         match fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(error).with_context(|| format!("cannot remove {}", path.display()));
+                return Err(error).with_context(|| format!("cannot remove {}", text::path(&path)));
             }
             _ => {}
         }

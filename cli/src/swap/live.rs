@@ -22,7 +22,7 @@ pub fn set(at: &Control, tensor: &str, from: &Path, named: &Path) -> Result<()> 
 /// Returns a path for a request, which has text only.
 fn absolute(path: &Path) -> Result<String> {
     let found = path.canonicalize();
-    let found = found.with_context(|| format!("cannot find {}", path.display()))?;
+    let found = found.with_context(|| format!("cannot find {}", text::path(path)))?;
     Ok(text::path(&found))
 }
 

@@ -18,6 +18,7 @@ use sidecar_core::reload::{Hash, hash_bytes};
 
 use crate::swap::part::{Part, Version, hash_from, hash_of};
 use crate::swap::rewrite;
+use sidecar_core::text;
 
 /// The format of the file. The first one had no such key.
 const FORMAT: u32 = 2;
@@ -124,7 +125,7 @@ impl Originals {
             found.push(originals.with_context(|| {
                 format!(
                     "cannot use {}; nothing was changed: replace it with an intact copy, or move it away to swap without it",
-                    path.display()
+                    text::path(&path)
                 )
             })?);
         }
@@ -185,8 +186,8 @@ impl Originals {
         };
         bail!(
             "{} does not fit {}: {reason}; nothing was changed: restore the model that the originals belong to, or move the originals away (--tensor and --from can then restore single tensors)",
-            originals.path().display(),
-            content.file.source.path().display()
+            text::path(originals.path()),
+            text::path(content.file.source.path())
         )
     }
 
@@ -247,7 +248,7 @@ impl Originals {
         ensure!(
             hash_of(part.file, part.info)? == part.hash,
             "{} is damaged: the hash of '{}' does not match; nothing was changed: replace it with an intact copy, or move it away to swap without it",
-            self.path().display(),
+            text::path(self.path()),
             part.name().to_string_lossy()
         );
         Ok(())

@@ -6,6 +6,7 @@ use std::fmt;
 use anyhow::{Context, Result};
 use sidecar_core::gguf::{GgufFile, TensorInfo};
 use sidecar_core::reload::{Hash, hash_source};
+use sidecar_core::text;
 
 /// A tensor for a new file: the file that has its data, and the hash of the data.
 #[derive(Clone, Copy)]
@@ -66,5 +67,5 @@ pub fn hash_from(text: &[u8]) -> Option<Hash> {
 /// Hashes the data of a tensor.
 pub fn hash_of(file: &GgufFile, info: &TensorInfo) -> Result<Hash> {
     let hash = hash_source(&file.source, info.offset, info.nbytes);
-    hash.with_context(|| format!("cannot read {}", file.source.path().display()))
+    hash.with_context(|| format!("cannot read {}", text::path(file.source.path())))
 }

@@ -19,6 +19,7 @@ use crate::swap::attributes::Attributes;
 use crate::swap::part::{Part, hash_of};
 use crate::swap::target::Target;
 use crate::temporary::remove_left;
+use sidecar_core::text;
 
 /// Bytes that are copied between two updates of the progress bar.
 const STEP: u64 = 64 << 20;
@@ -108,12 +109,12 @@ impl<'a> Draft<'a> {
                 target.look_again()?;
                 let mut what = format!(
                     "cannot write beside {}; it is as it was",
-                    target.path.display()
+                    text::path(&target.path)
                 );
                 if is_out_of_space(&error) {
                     what += &format!(
                         "; {needed} bytes are needed in {}: free some space",
-                        folder.display()
+                        text::path(folder)
                     );
                 }
                 Err(error.context(what))
@@ -174,7 +175,7 @@ impl<'a> Draft<'a> {
                 same,
                 "'{}' differs between the new file and {}: another program changed the source, or the disk has an error; try again when that program has ended",
                 part.name().to_string_lossy(),
-                part.file.source.path().display()
+                text::path(part.file.source.path())
             );
         }
         Ok(())
@@ -192,7 +193,7 @@ impl Written {
     pub fn commit(self) -> Result<File> {
         let Written { file, path } = self;
         let kept = file.persist(&path);
-        kept.with_context(|| format!("cannot rename over {}; it is as it was", path.display()))
+        kept.with_context(|| format!("cannot rename over {}; it is as it was", text::path(&path)))
     }
 }
 
@@ -201,7 +202,7 @@ pub fn sync_folder_of(path: &Path) -> Result<()> {
     files::sync_folder_of(path).with_context(|| {
         format!(
             "cannot write the folder {} to disk",
-            folder_of(path).display()
+            text::path(folder_of(path))
         )
     })
 }
@@ -240,7 +241,7 @@ fn types_in(file: &GgufFile, header: &[u8]) -> Result<Vec<usize>> {
     type_fields(&file.header, header).with_context(|| {
         format!(
             "another program changed the header of {}; nothing was changed: try again when that program has ended",
-            file.source.path().display()
+            text::path(file.source.path())
         )
     })
 }
@@ -258,7 +259,7 @@ fn copy(from: &GgufFile, at: u64, len: u64, to: &File, bar: &ProgressBar) -> Res
         if copied < step {
             bail!(
                 "another program truncated {}: try again when that program has ended",
-                path.display()
+                text::path(path)
             );
         }
         left -= step;

@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 
+use sidecar_core::text;
+
 /// A file to replace, locked until this is dropped.
 pub struct Target {
     /// The path from the command line or from the model.
@@ -33,12 +35,12 @@ impl Target {
             };
             eprintln!(
                 "llama-sidecar: another swap has locked {}: waiting for its end",
-                path.display()
+                text::path(&path)
             );
             // This process holds no locks now, so two swaps never wait for each other.
             busy.0
                 .lock()
-                .with_context(|| format!("cannot lock {}", path.display()))?;
+                .with_context(|| format!("cannot lock {}", text::path(&path)))?;
         }
     }
 
@@ -56,8 +58,8 @@ impl Target {
         ensure!(
             !is_hash || folder.is_none_or(|folder| folder != "blobs"),
             "{} is {}, a file that is named by the hash of its content: each program that shares the cache would take the changed file for the original; copy the model and swap in the copy, or pass --force",
-            self.named.display(),
-            self.path.display()
+            text::path(&self.named),
+            text::path(&self.path)
         );
         Ok(())
     }
@@ -69,7 +71,7 @@ impl Target {
             ensure!(
                 now.is_ok_and(|now| version(&now) == version(&self.before)),
                 "another program changed {} during the swap; its version was kept: try again when that program has ended",
-                self.named.display()
+                text::path(&self.named)
             );
         }
         Ok(())
@@ -93,7 +95,7 @@ fn version(found: &Metadata) -> [i128; 7] {
 fn try_lock_all(paths: &[PathBuf]) -> Result<std::result::Result<Vec<Target>, (Busy, PathBuf)>> {
     let mut targets = Vec::new();
     for path in paths {
-        let explain = || format!("cannot lock {}", path.display());
+        let explain = || format!("cannot lock {}", text::path(path));
         match try_lock(path).with_context(explain)? {
             Ok(target) => targets.push(target),
             Err(busy) => return Ok(Err((busy, path.clone()))),
@@ -118,7 +120,7 @@ fn try_lock(named: &Path) -> io::Result<std::result::Result<Target, Busy>> {
                     _ => {
                         eprintln!(
                             "llama-sidecar: cannot lock {} ({error}): run no other swap of this file at the same time",
-                            named.display()
+                            text::path(named)
                         );
                         file
                     }

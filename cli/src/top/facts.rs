@@ -122,7 +122,7 @@ pub fn tokens_per_second(program: &Program) -> Option<f64> {
 fn of_model(program: &Program, at: usize, model: &ModelStatus) -> Vec<Fact> {
     let file = model.files.first().map_or("", String::as_str);
     let name = Path::new(file).file_name().unwrap_or_default();
-    let mut text = format!("{}: {} tensors", name.display(), model.tensors);
+    let mut text = format!("{}: {} tensors", text::path(Path::new(name)), model.tensors);
     if !model.changed.is_empty() {
         let bytes = size_text(model.private_bytes as f64);
         text += &format!(", {} swapped ({bytes} more)", model.changed.len());

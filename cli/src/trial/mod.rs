@@ -30,6 +30,7 @@ use crate::launch::executable::Executable;
 use crate::launch::journal::{Events, Journal};
 use crate::launch::run::{Prepared, RunOptions};
 use crate::launch::session::{Session, Usage};
+use sidecar_core::text;
 
 /// Time between two looks at a running program.
 const PERIOD: Duration = Duration::from_millis(50);
@@ -139,7 +140,7 @@ impl Program {
     /// for it, and `can_shorten` is true.
     pub fn first_run(&mut self, can_shorten: bool, compares: bool) -> Result<Run> {
         loop {
-            let result = self.run(None, compares);
+            let result = self.run(None::<&[OsString]>, compares);
             let longest = &mut self.requests[0];
             let is_too_long = |error: &anyhow::Error| {
                 can_shorten && longest.can_be_shorter() && error.to_string().contains("context")
@@ -153,7 +154,11 @@ impl Program {
 
     /// Runs the program; with flags, as `run` does with them. `compares` is whether more is requested of a
     /// server than its speeds. Returns the events, too.
-    pub fn run(&self, flags: Option<&[String]>, compares: bool) -> Result<(Run, Events)> {
+    pub fn run(
+        &self,
+        flags: Option<&[impl AsRef<OsStr>]>,
+        compares: bool,
+    ) -> Result<(Run, Events)> {
         let mut words = self.words.clone();
         let mut port = None;
         match self.kind {
@@ -188,7 +193,7 @@ impl Program {
         let began = Instant::now();
         let session = Session::start(&mut command);
         let mut session =
-            session.with_context(|| format!("cannot run {}", executable.path.display()))?;
+            session.with_context(|| format!("cannot run {}", text::path(&executable.path)))?;
         let mut run = Run::default();
         let watched = match port {
             Some(port) => {

@@ -5,6 +5,8 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 
+use sidecar_core::text;
+
 /// A text for prompts.
 const TEXT: &str = include_str!("prompt.txt");
 /// Tokens of the long prompt, at most.
@@ -61,7 +63,7 @@ pub fn long_and_short(prompt: u32, answer: u32) -> Vec<Request> {
 /// Reads prompts, one in each line.
 pub fn read(path: &Path, tokens: u32) -> Result<Vec<Request>> {
     let text =
-        fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        fs::read_to_string(path).with_context(|| format!("cannot read {}", text::path(path)))?;
     let lines = text.lines().filter(|line| !line.trim().is_empty());
     let requests: Vec<Request> = lines
         .map(|prompt| Request {
@@ -72,7 +74,7 @@ pub fn read(path: &Path, tokens: u32) -> Result<Vec<Request>> {
     ensure!(
         !requests.is_empty(),
         "{} has no prompts: write one in each line",
-        path.display()
+        text::path(path)
     );
     Ok(requests)
 }

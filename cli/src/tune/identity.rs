@@ -9,6 +9,7 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 use sidecar_core::gguf::{Access, FileId, Source};
 use sidecar_core::reload::hash_source;
+use sidecar_core::text;
 
 use super::model::Model;
 use super::record::write_atomically;
@@ -41,7 +42,7 @@ impl Identities {
 
     /// Returns the hash of a file.
     pub fn of_file(&mut self, path: &Path) -> Result<String> {
-        let explain = || format!("cannot read {}", path.display());
+        let explain = || format!("cannot read {}", text::path(path));
         let source = Source::open(path, Access::Read)?;
         self.find(path, &stamp(&source.id()), || {
             let hash = hash_source(&source, 0, source.id().size).with_context(explain)?;
@@ -55,7 +56,7 @@ impl Identities {
         stamp: &str,
         read: impl FnOnce() -> Result<String>,
     ) -> Result<String> {
-        let key = path.display().to_string();
+        let key = text::path(path);
         let known = self.known.get(&key).filter(|known| known["stamp"] == stamp);
         if let Some(hash) = known.and_then(|known| known["hash"].as_str()) {
             return Ok(hash.to_owned());

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use sidecar_core::gguf::{Access, GgufFile, TensorInfo, Value};
 use sidecar_core::reload::{Hash, hash_bytes};
+use sidecar_core::text;
 
 /// The values of one file.
 pub struct Matrix {
@@ -22,7 +23,7 @@ pub struct Matrix {
 impl Matrix {
     /// Reads a file.
     pub fn load(path: &Path) -> Result<Matrix> {
-        let explain = || format!("cannot read the importance matrix {}", path.display());
+        let explain = || format!("cannot read the importance matrix {}", text::path(path));
         let mut start = [0; 4];
         let mut file = std::fs::File::open(path).with_context(explain)?;
         file.read_exact(&mut start).with_context(explain)?;
@@ -35,7 +36,7 @@ impl Matrix {
             ensure!(
                 values.iter().all(|value| value.is_finite()),
                 "{}: '{name}' has values that are infinite or not numbers: make the matrix again",
-                path.display()
+                text::path(path)
             );
         }
         Ok(matrix)
@@ -52,7 +53,7 @@ impl Matrix {
             }
             Some(values) => bail!(
                 "{} has {} values for '{name}', expected {needed}: use the importance matrix of this model",
-                self.path.display(),
+                text::path(&self.path),
                 values.len()
             ),
             None => Ok(None),

@@ -23,6 +23,7 @@ use super::candidate::Outcome;
 use super::imatrix::Matrix;
 use super::model::{Model, Tensor, elements, find};
 use crate::space::Need;
+use sidecar_core::text;
 
 /// The alignment of tensors in files.
 const ALIGNMENT: u32 = 32;
@@ -99,7 +100,7 @@ impl Quantizer<'_> {
         let outcomes: Vec<Outcome> = outcomes.iter().copied().chain(of_companions).collect();
         let tensors: Vec<Tensor<'_>> = tensors.iter().copied().chain(companions).collect();
         let ones = self.further_scales(&tensors);
-        let explain = || format!("cannot quantise to {name} in {}", self.folder.display());
+        let explain = || format!("cannot quantise to {name} in {}", text::path(self.folder));
         fs::create_dir_all(self.folder).with_context(explain)?;
         let mut header = HeaderWriter::new(ALIGNMENT);
         header.value("general.architecture", self.source.architecture.as_str());

@@ -206,7 +206,7 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
         None => ggml_library(libraries.clone()).with_context(|| {
             format!(
                 "the loader finds no libggml-base.so for {}: use a llama.cpp with shared libraries, or name the library with --ggml",
-                program.executable.path.display()
+                text::path(&program.executable.path)
             )
         })?,
     };
@@ -278,7 +278,7 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
     let base = match &options.base {
         Some(base) => base
             .canonicalize()
-            .with_context(|| format!("cannot open {}", base.display()))?,
+            .with_context(|| format!("cannot open {}", text::path(base)))?,
         None if options.prepare => PathBuf::new(),
         None => make_base(options, &program, source, &folder)?,
     };
@@ -468,7 +468,7 @@ fn make_base(
     }
     eprintln!(
         "llama-sidecar: making the base logits with {}",
-        source.path.display()
+        text::path(&source.path)
     );
     let part = folder.join("base.part");
     program.write_base(
@@ -482,6 +482,6 @@ fn make_base(
         file.sync_all()?;
         std::fs::rename(&part, &path)
     });
-    written.with_context(|| format!("cannot write {}", path.display()))?;
+    written.with_context(|| format!("cannot write {}", text::path(&path)))?;
     Ok(path)
 }

@@ -14,6 +14,7 @@ use sidecar_core::gguf::{
 use sidecar_core::reload::{Hash, LoadedModel, hash_bytes, hash_source};
 
 use crate::output::progress;
+use sidecar_core::text;
 
 /// An open model.
 pub struct Model {
@@ -35,7 +36,7 @@ impl Model {
     pub fn open(path: &Path) -> Result<Model> {
         // Links stay: caches of downloads have shards as links to files with other names.
         let path = std::path::absolute(path)
-            .with_context(|| format!("cannot open {}: check the path", path.display()))?;
+            .with_context(|| format!("cannot open {}: check the path", text::path(path)))?;
         let files = open_model(&path, Access::Read)?;
         let model = Model {
             architecture: text(&files[0], "general.architecture")?,
@@ -48,7 +49,7 @@ impl Model {
                 ensure!(
                     name.to_str().is_ok(),
                     "{}: the name of the tensor {name:?} is not UTF-8",
-                    model.path.display()
+                    text::path(&model.path)
                 );
             }
         }
@@ -65,7 +66,7 @@ impl Model {
 
     /// Returns the tensors that `llama-quantize` quantises: all, or those whose whole names match.
     pub fn quantizable(&self, only: Option<&Regex>) -> Result<Vec<Tensor<'_>>> {
-        let path = self.path.display();
+        let path = text::path(&self.path);
         let pattern = only.map_or(".*", Regex::as_str);
         let whole = only.map(|only| Regex::new(&format!("^(?:{only})$")));
         let whole = whole.transpose()?;
@@ -98,7 +99,7 @@ impl Model {
         ensure!(
             !tensors.is_empty(),
             "{}: {note}: name other tensors",
-            self.path.display()
+            text::path(&self.path)
         );
         if tensors.len() < all {
             progress(&format!(
@@ -149,9 +150,9 @@ impl Model {
                 ensure!(
                     hash(own.get(&*companion))? == hash(theirs.get(&*companion))?,
                     "{}: '{companion}', which is used with '{}', has other values in {}: pass a version of the model with the same values there",
-                    self.path.display(),
+                    text::path(&self.path),
                     tensor.name,
-                    model.path.display()
+                    text::path(&model.path)
                 );
             }
             own.get(tensor.name)
@@ -204,7 +205,8 @@ impl Model {
         for file in &self.files {
             let source = &file.source;
             let hash = hash_source(source, 0, source.id().size);
-            let hash = hash.with_context(|| format!("cannot read {}", source.path().display()))?;
+            let hash =
+                hash.with_context(|| format!("cannot read {}", text::path(source.path())))?;
             all.extend(hash.to_le_bytes());
         }
         Ok(hash_bytes(&all))
@@ -225,7 +227,7 @@ impl<'a> Tensor<'a> {
     fn hash(&self) -> Result<(u32, Hash)> {
         let source = &self.file.source;
         let hash = hash_source(source, self.info.offset, self.info.nbytes);
-        let hash = hash.with_context(|| format!("cannot read {}", source.path().display()))?;
+        let hash = hash.with_context(|| format!("cannot read {}", text::path(source.path())))?;
         Ok((self.info.ty.id, hash))
     }
 

@@ -10,6 +10,7 @@ use super::results::{Recipe, Results};
 use super::sweep::Plan;
 use crate::interruption;
 use crate::sizes::size_text;
+use sidecar_core::text;
 
 /// Types of which a larger one is proposed.
 const PROPOSED: [&str; 6] = ["q3_K", "q4_K", "q5_0", "q5_K", "q6_K", "q8_0"];
@@ -23,7 +24,7 @@ pub fn before(plan: &Plan<'_>) -> Vec<String> {
         let (_, name) = file_type(tensors.map(|info| (info.ty, info.nbytes)));
         notes.push(format!(
             "{} is quantised already ({name}), so its tensors are quantised a second time: pass the original model to --reference for better ones",
-            source.path.display()
+            text::path(&source.path)
         ));
     }
     let quantised = plan.candidates.iter().zip(&plan.outcomes);
@@ -34,7 +35,7 @@ pub fn before(plan: &Plan<'_>) -> Vec<String> {
         .sum();
     notes.push(format!(
         "{} keeps the base logits and {} of quantised tensors",
-        plan.folder.display(),
+        text::path(&plan.folder),
         size_text(bytes as f64)
     ));
     notes
@@ -93,7 +94,7 @@ pub fn of_folder(folder: &Path) -> String {
         .sum();
     format!(
         "work folder: {}, {}: remove it when you need no further recipe",
-        folder.display(),
+        text::path(folder),
         size_text(bytes as f64)
     )
 }
@@ -102,13 +103,13 @@ pub fn of_folder(folder: &Path) -> String {
 pub fn of_failure(folder: &Path) -> String {
     format!(
         "{} has what was measured before the error: run the same command again to continue, or remove the folder",
-        folder.display()
+        text::path(folder)
     )
 }
 
 /// Prints how to continue when a key or a signal ends this process.
 pub fn on_interruption(folder: &Path) -> Result<()> {
-    let folder = folder.display().to_string();
+    let folder = text::path(folder);
     interruption::adopt()?;
     interruption::on_signals(move |signal| {
         eprintln!(

@@ -7,7 +7,7 @@ use super::groups::role;
 use super::model::layer;
 use super::results::Results;
 use super::tables;
-use sidecar_core::text::html;
+use sidecar_core::text::{self, html};
 
 use crate::page::document;
 use crate::report::svg;
@@ -17,7 +17,7 @@ pub fn page(results: &Results<'_>) -> String {
     let plan = results.plan;
     let mut body = format!(
         "<section><h1>{}</h1><p class=note>As it is: {}.</p>",
-        html(&plan.model.path.display().to_string()),
+        html(&text::path(&plan.model.path)),
         html(&tables::sentence(&results.baseline))
     );
     if let Some(cuts) = tables::cuts(results) {

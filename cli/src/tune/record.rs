@@ -15,6 +15,7 @@ use sidecar_core::files::{self, Replace, folder_of};
 use sidecar_core::protocol;
 
 use crate::evaluation::statistics::Statistics;
+use sidecar_core::text;
 
 /// The base logits in a work folder.
 pub const BASE_LOGITS: &str = "base.logits";
@@ -44,7 +45,7 @@ impl Record {
     pub fn open(folder: &Path) -> Result<Record> {
         let lock = lock(folder)?;
         let path = folder.join("measurements.jsonl");
-        let explain = || format!("cannot use {}", path.display());
+        let explain = || format!("cannot use {}", text::path(&path));
         let mut file = files::append(&path).with_context(explain)?;
         let mut text = Vec::new();
         file.read_to_end(&mut text).with_context(explain)?;
@@ -65,7 +66,7 @@ impl Record {
                 format!(
                     "line {} of {} is damaged: remove this line; its measurement is then made again",
                     at + 1,
-                    path.display()
+                    text::path(&path)
                 )
             })?;
             known.insert(found.key.clone(), found);
@@ -88,7 +89,8 @@ impl Record {
         for made in [folder.join(BASE_LOGITS), path.clone()] {
             match fs::remove_file(&made) {
                 Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                    return Err(error).with_context(|| format!("cannot remove {}", made.display()));
+                    return Err(error)
+                        .with_context(|| format!("cannot remove {}", text::path(&made)));
                 }
                 _ => {}
             }
@@ -127,13 +129,13 @@ impl Drop for Lock {
 
 fn lock(folder: &Path) -> Result<Lock> {
     let path = folder.join(LOCK);
-    let explain = || format!("cannot lock {}", path.display());
+    let explain = || format!("cannot lock {}", text::path(&path));
     let file = files::append(&path).with_context(explain)?;
     match file.try_lock() {
         Ok(()) => Ok(Lock(file)),
         Err(TryLockError::WouldBlock) => bail!(
             "another 'llama-sidecar tune' uses {}: wait for its end, or name another folder with --work",
-            folder.display()
+            text::path(folder)
         ),
         Err(TryLockError::Error(error)) => Err(error).with_context(explain),
     }
@@ -145,16 +147,16 @@ fn check_parameters(path: &Path, parameters: &BTreeMap<&str, String>) -> Result<
         Err(error) if error.kind() == ErrorKind::NotFound => {
             return write_atomically(path, serde_json::to_string_pretty(parameters)?.as_bytes());
         }
-        text => text.with_context(|| format!("cannot read {}", path.display()))?,
+        text => text.with_context(|| format!("cannot read {}", text::path(path)))?,
     };
     let earlier: BTreeMap<String, String> = serde_json::from_str(&text)
-        .with_context(|| format!("{} is damaged: remove its folder", path.display()))?;
+        .with_context(|| format!("{} is damaged: remove its folder", text::path(path)))?;
     for (name, value) in parameters {
         let before = earlier.get(*name).map_or("none", String::as_str);
         ensure!(
             before == value,
             "the measurements in {} were made with another {name} ({before}), now it is {value}: use the same {name}, or name another folder with --work",
-            folder_of(path).display()
+            text::path(folder_of(path))
         );
     }
     Ok(())
@@ -166,7 +168,7 @@ pub fn write_atomically(path: &Path, content: &[u8]) -> Result<()> {
         file.write_all(content)?;
         files::persist(file, path, Replace::Any)
     });
-    written.with_context(|| format!("cannot write {}", path.display()))?;
+    written.with_context(|| format!("cannot write {}", text::path(path)))?;
     Ok(())
 }
 
@@ -187,7 +189,7 @@ pub fn make_folder(path: &Path) -> Result<PathBuf> {
     made.with_context(|| {
         format!(
             "cannot use the work folder {}: name another one with --work",
-            path.display()
+            text::path(path)
         )
     })
 }

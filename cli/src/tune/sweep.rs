@@ -55,7 +55,7 @@ impl<'a> Cut<'a> {
     pub fn read(path: &Path, model: &'a Model, mixture: &'a Mixture) -> Result<Cut<'a>> {
         let masks = mask::read(path)?;
         let pruned = Pruned::of(&model.files, mixture, &masks)
-            .with_context(|| format!("--cut {}", path.display()))?;
+            .with_context(|| format!("--cut {}", text::path(path)))?;
         let name = path.file_stem().unwrap_or_default().to_string_lossy();
         Ok(Cut {
             name: name.into_owned(),
@@ -324,7 +324,7 @@ fn path_text(path: &Path) -> Result<String> {
     let text = path.to_str().with_context(|| {
         format!(
             "the path {} is not UTF-8: name another folder with --work, or rename the file",
-            path.display()
+            text::path(path)
         )
     })?;
     Ok(text.to_owned())

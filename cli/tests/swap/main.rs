@@ -1,5 +1,10 @@
 //! `llama-sidecar swap`, as a user runs it.
 
+#![allow(
+    clippy::disallowed_methods,
+    reason = "the paths are those of the tests"
+)]
+
 mod damaged;
 mod disk;
 mod folder;

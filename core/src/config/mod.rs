@@ -38,6 +38,7 @@ use once_cell::sync::Lazy;
 
 use crate::descriptors;
 use crate::files::{self, Replace};
+use crate::text;
 use values::Values;
 use variables::{is_on, level, utf8};
 
@@ -192,7 +193,7 @@ impl Config {
         let sentence = |(name, path): (&str, &Option<PathBuf>)| {
             let path = path.as_deref()?;
             let why = files::check(path, b"", Replace::Own).err()?;
-            let (title, path) = (Variable::title_of(name), path.display());
+            let (title, path) = (Variable::title_of(name), text::path(path));
             Some(format!("{title}: cannot write {path}: {why}"))
         };
         outputs.into_iter().filter_map(sentence).collect()

@@ -14,6 +14,7 @@ use super::header::Header;
 use super::value::{KeyValue, Strings, Value};
 use crate::descriptors::{self, Kept};
 use crate::memory;
+use crate::text;
 
 /// How the bytes of a file are accessed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -109,19 +110,19 @@ impl FileId {
     reason = "the message of each variant describes its fields"
 )]
 pub enum OpenError {
-    #[error("{path}: cannot {action}: {source}{hint}", path = path.display(), hint = hint(source))]
+    #[error("{path}: cannot {action}: {source}{hint}", path = text::path(path), hint = hint(source))]
     Io {
         path: PathBuf,
         action: &'static str,
         source: io::Error,
     },
-    #[error("{path}: expected a regular file, found {found}", path = path.display())]
+    #[error("{path}: expected a regular file, found {found}", path = text::path(path))]
     NotAFile { path: PathBuf, found: &'static str },
-    #[error("{path}: {error}", path = path.display())]
+    #[error("{path}: {error}", path = text::path(path))]
     Malformed { path: PathBuf, error: FormatError },
-    #[error("{path}: {reason}", path = path.display())]
+    #[error("{path}: {reason}", path = text::path(path))]
     Shard { path: PathBuf, reason: String },
-    #[error("{path}: the file changed while it was read: try again when its writer has finished", path = path.display())]
+    #[error("{path}: the file changed while it was read: try again when its writer has finished", path = text::path(path))]
     Changing { path: PathBuf },
 }
 

@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 
 use super::file::{Access, GgufFile, OpenError};
 
+use crate::text;
+
 const COUNT_KEY: &str = "split.count";
 const NUMBER_KEY: &str = "split.no";
 const TENSORS_KEY: &str = "split.tensors.count";
@@ -157,7 +159,7 @@ fn check_tensors(files: &[GgufFile], total: Option<u64>) -> Result<(), OpenError
                     reason: format!(
                         "tensor '{}' is also in {}",
                         name.to_string_lossy(),
-                        other.display()
+                        text::path(other)
                     ),
                 });
             }

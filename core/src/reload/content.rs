@@ -14,6 +14,7 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::gguf::{GgufFile, ScaleClass, ScaleFormat, Source, TensorInfo, TypeInfo};
 use crate::memory;
+use crate::text;
 
 /// Bytes read at a time, before rounding to whole blocks: fits the second-level cache.
 const CHUNK: u64 = 256 << 10;
@@ -107,7 +108,7 @@ pub fn check_tensor(
         None => Ok(content),
         Some(why) => Err(Error::Invalid(format!(
             "{}: {}",
-            file.source.path().display(),
+            text::path(file.source.path()),
             damaged(file.header.name(info), 0, &why)
         ))),
     }

@@ -22,6 +22,7 @@ use super::same_model::LoadedModel;
 use super::store::Store;
 use crate::error::{Error, Result};
 use crate::gguf::{Access, FileId, GgufFile, OpenError, TensorInfo, group, open_model};
+use crate::text;
 
 /// A GGUF file, or all shards of one, whose tensors can be overlays.
 #[derive(Debug)]
@@ -173,8 +174,8 @@ impl Registry {
                         "tensors '{}' and '{}' are used together, and would come from {} and {}: name one file for both",
                         self.name(tensor),
                         self.name(other),
-                        source.path.display(),
-                        before.path.display()
+                        text::path(&source.path),
+                        text::path(&before.path)
                     )));
                 }
             }
@@ -228,7 +229,7 @@ impl Registry {
             if watched.mixed || at_path != Some(watched.id) {
                 return Err(Error::Invalid(format!(
                     "{}: the file changed since the last reload: reload first, or restore the file",
-                    watched.path.display()
+                    text::path(&watched.path)
                 )));
             }
             opened.insert(file, detect::open(&watched.path, watched.id)?);
@@ -312,7 +313,7 @@ impl Registry {
             {
                 return Err(Error::Invalid(format!(
                     "{}: {}",
-                    file.source.path().display(),
+                    text::path(file.source.path()),
                     damaged(&self.tensors[tensor].name, 0, &why)
                 )));
             }

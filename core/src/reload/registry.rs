@@ -12,6 +12,7 @@ use super::report::{Cause, FileReport, Ignored, Outcome, Report, TensorReport};
 use super::same_model::LoadedModel;
 use super::tracked::TrackedFile;
 use crate::gguf::{FileId, TypeInfo};
+use crate::text;
 
 /// The state of the engine.
 #[derive(Debug)]
@@ -279,7 +280,7 @@ impl Registry {
         let first = !known && !still_written;
         if first {
             report.news = true;
-            log::warn!("{}: ignored: {reason}", watched.path.display());
+            log::warn!("{}: ignored: {reason}", text::path(&watched.path));
         }
         report.files.push(FileReport {
             file,

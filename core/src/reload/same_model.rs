@@ -12,6 +12,7 @@ use std::sync::Arc;
 use crate::gguf::{
     GgufFile, Header, KeyValue, Purpose, companions, has_one_type, has_tensor, places_elements,
 };
+use crate::text;
 
 /// How many names a message has.
 const NAMED: usize = 3;
@@ -71,7 +72,7 @@ impl LoadedModel {
     ) -> Option<String> {
         const NEXT: &str = "name another version of the same model";
         let first = source.first()?;
-        let (text, path) = (name.to_string_lossy(), path.display());
+        let (text, path) = (name.to_string_lossy(), text::path(path));
         let find = |name: &CStr| find(source.iter().map(|file| &*file.header), name);
         let Some((header, at)) = find(name) else {
             return Some(format!("{path} has no tensor '{text}': {NEXT}"));
@@ -92,7 +93,7 @@ impl LoadedModel {
 
     /// Returns which companion only one of the model and a source has, in words.
     fn other_companions(&self, source: &[GgufFile], path: &Path, name: &CStr) -> Option<String> {
-        let (text, path) = (name.to_string_lossy(), path.display());
+        let (text, path) = (name.to_string_lossy(), text::path(path));
         let own = |name: &CStr| find(self.0.iter().map(|of| &*of.header), name).is_some();
         let theirs = |name: &CStr| has_tensor(source, name);
         let all = companions(name, |name| own(name) || theirs(name));

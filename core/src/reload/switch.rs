@@ -9,6 +9,7 @@ use super::registry::{OriginalBytes, Registry};
 use super::report::{Cause, FileReport, Report};
 use super::store::Store;
 use crate::error::{Error, Result};
+use crate::text;
 
 impl Registry {
     /// Switches the model to the changed files. A file that cannot be used is left out, and the
@@ -130,7 +131,7 @@ impl Registry {
                 .as_ref()
                 .filter(|_| needs_start != watched.needs_start)
             {
-                log::warn!("{}: {keys}", watched.path.display());
+                log::warn!("{}: {keys}", text::path(&watched.path));
             }
             watched.needs_start = needs_start.clone();
             watched.id = id;

@@ -24,6 +24,7 @@ use crate::memory::take_for_thread;
 use crate::priority::clear_placement;
 use crate::protocol::StreamFigures;
 use crate::signals::without_signals;
+use crate::text;
 use crate::trace::{Ids, Snapshot};
 
 /// The bytes of the first read-ahead calls. Halved as long as the kernel reads less.
@@ -1204,7 +1205,7 @@ fn with_residency(file: &&GgufFile) -> (Arc<Kept>, Residency) {
     if residency != Residency::Counted {
         log::info!(
             "{}: the kernel does not count its pages in memory for this user or file system, so that figures of streaming are estimates",
-            file.source.path().display()
+            text::path(file.source.path())
         );
     }
     (handle, residency)

@@ -66,8 +66,8 @@ pub fn run_once(ggml: &'static Ggml, model: &Path, symbol: Symbol<'_>) {
 
 fn read(path: &Path) -> Result<Measure, String> {
     let text = descriptors::read_to_string(path);
-    let text = text.map_err(|error| format!("cannot read {}: {error}", path.display()))?;
-    serde_json::from_str(&text).map_err(|error| format!("{}: {error}", path.display()))
+    let text = text.map_err(|error| format!("cannot read {}: {error}", text::path(path)))?;
+    serde_json::from_str(&text).map_err(|error| format!("{}: {error}", text::path(path)))
 }
 
 fn measure(ggml: &'static Ggml, symbol: Symbol<'_>, wanted: &Measure) -> Result<Measured, String> {

@@ -27,6 +27,7 @@ use crate::hotswap::reloader;
 use crate::process::thread;
 use crate::program::capability::{Capability, Effect};
 use crate::rounds::perplexity::{self, Phase};
+use sidecar_core::text;
 
 /// Interval between looks at the control file.
 const INTERVAL: Duration = Duration::from_millis(50);
@@ -87,7 +88,7 @@ impl Capability for RoundFiles {
         EFFECT.missing(|| {
             format!(
                 "no command was read from {}: write a command, a number and a newline to another file, such as 'compute 1', and rename it to that path",
-                path.display()
+                text::path(path)
             )
         })
     }
@@ -143,7 +144,7 @@ impl Status {
                 self.failed = true;
                 log::error!(
                     "LLAMA_HOTSWAP_STATUS_FILE={}: cannot write the status: {error}; make it writable, it is tried again",
-                    path.display()
+                    text::path(path)
                 );
             }
             Err(_) => {}
@@ -258,7 +259,10 @@ impl Control<'_> {
 
     fn warn(&mut self, text: &str) {
         if self.warning != text {
-            log::warn!("LLAMA_HOTSWAP_CONTROL_FILE={}: {text}", self.path.display());
+            log::warn!(
+                "LLAMA_HOTSWAP_CONTROL_FILE={}: {text}",
+                text::path(self.path)
+            );
             self.warning = text.to_owned();
         }
     }
