@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 
 use anyhow::{Context, Result, anyhow, bail};
-use clap::builder::ValueParser;
+use clap::builder::{OsStringValueParser, TypedValueParser, ValueParser};
 use clap::{Arg, ArgAction, ArgMatches, FromArgMatches, Parser};
 use sidecar_core::config::{
     CAPABILITIES, CacheSize, Config, ExpertStream, Kind, VARIABLES, Variable,
@@ -27,7 +28,7 @@ pub struct RunOptions {
     #[command(flatten)]
     settings: Settings,
     /// Set a variable, also one without an option of its own.
-    #[arg(long, value_name = "NAME=VALUE", value_parser = setting)]
+    #[arg(long, value_name = "NAME=VALUE", value_parser = OsStringValueParser::new().try_map(setting))]
     set: Vec<Setting>,
     /// Print the variables and the command, and do not run it.
     #[arg(long)]
@@ -504,19 +505,22 @@ fn defaults(options: &RunOptions) -> Vec<Setting> {
 }
 
 /// Parses a variable and its value.
-fn setting(text: &str) -> Result<Setting, String> {
-    let (name, value) = text
-        .split_once('=')
-        .ok_or("expected NAME=VALUE, as in LLAMA_HOTSWAP_CHECK=0")?;
-    let variable = VARIABLES.iter().find(|variable| variable.name == name);
+fn setting(word: OsString) -> Result<Setting, String> {
+    let bytes = word.as_bytes();
+    let end = bytes.iter().position(|&byte| byte == b'=');
+    let end = end.ok_or("expected NAME=VALUE, as in LLAMA_HOTSWAP_CHECK=0")?;
+    let (name, value) = (&bytes[..end], OsStr::from_bytes(&bytes[end + 1..]));
+    let mut variables = VARIABLES.iter();
+    let variable = variables.find(|variable| variable.name.as_bytes() == name);
     let variable = variable.ok_or_else(|| {
         let names: Vec<&str> = VARIABLES.iter().map(|variable| variable.name).collect();
         format!("expected one of {} before '='", names.join(", "))
     })?;
-    if name == JOURNAL {
+    if variable.name == JOURNAL {
         return Err("'run' sets it to a file of its own, for its summary: without 'run', set LD_PRELOAD and the variable yourself".into());
     }
-    Ok((variable.name, checked(variable, value)?.into()))
+    variable.check(value)?;
+    Ok((variable.name, value.to_owned()))
 }
 
 #[cfg(test)]
@@ -549,8 +553,8 @@ mod tests {
 
     #[test]
     fn a_variable_that_run_sets_itself_is_refused_by_name() {
-        let reason = setting("LLAMA_SIDECAR_JOURNAL=/tmp/journal").expect_err("a refusal");
+        let reason = setting("LLAMA_SIDECAR_JOURNAL=/tmp/journal".into()).expect_err("a refusal");
         assert!(reason.starts_with("'run' sets it"), "{reason}");
-        assert!(setting("LLAMA_HOTSWAP_CHECK=0").is_ok());
+        assert!(setting("LLAMA_HOTSWAP_CHECK=0".into()).is_ok());
     }
 }
