@@ -6,7 +6,6 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use clap::Command;
 use clap_complete::Shell;
-
 use sidecar_core::text;
 
 /// Writes man pages and completions of a command to their standard folders below a prefix.

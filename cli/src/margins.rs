@@ -10,6 +10,7 @@ use serde::Serialize;
 use sidecar_core::config::margin;
 use sidecar_core::gguf::{Access, GgufFile, open_model};
 use sidecar_core::protocol::StreamFigures;
+use sidecar_core::text;
 
 use crate::evaluation::program::{EvaluationOptions, NO_VARIABLES};
 use crate::evaluation::session::Session;
@@ -18,7 +19,6 @@ use crate::output::{Outputs, progress};
 use crate::page;
 use crate::pruned::of_experts;
 use crate::sizes::{Table, percent, size_text};
-use sidecar_core::text;
 
 /// The title of the page.
 const TITLE: &str = "Margins";

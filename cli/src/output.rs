@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow, bail};
 use sidecar_core::files::{self, Replace, folder_of};
 use sidecar_core::gguf::{Pieces, write_data};
+use sidecar_core::text;
 use tempfile::{NamedTempFile, TempPath};
 
 use crate::interruption;
 use crate::space::Need;
 use crate::temporary::Temporary;
-use sidecar_core::text;
 
 /// Prints on standard error what a command does now.
 pub fn progress(line: &str) {

@@ -1,5 +1,6 @@
 //! Models: open, inspect, load, free.
 
+use sidecar_core::text;
 use std::ffi::{CString, c_char, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -12,7 +13,6 @@ use super::{Flag, SizedStruct, fill, read, text};
 use crate::model::{Model, Progress};
 use parking_lot::Mutex;
 use sidecar_core::gguf::Strings;
-use sidecar_core::text;
 
 /// An open model. This is not the llama_model of llama.cpp. Passing a handle of llama.cpp to this
 /// library fails with LLAMA_SIDECAR_STATUS_BAD_HANDLE; passing a handle of this library to

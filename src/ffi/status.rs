@@ -1,5 +1,6 @@
 //! Status codes, the last error of each thread, and the boundary that catches panics.
 
+use sidecar_core::text;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -7,7 +8,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use crate::device::DeviceError;
 use sidecar_core::error::Error;
 use sidecar_core::gguf::OpenError;
-use sidecar_core::text;
 
 /// Result of a call. The meaning of a value never changes.
 #[repr(C)]

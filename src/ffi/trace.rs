@@ -12,6 +12,7 @@ use std::sync::{Arc, Once, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use sidecar_core::text;
 
 use super::handle::{self, Handle};
 use super::model::llama_model;
@@ -21,7 +22,6 @@ use crate::model::Model;
 use sidecar_core::config::Config;
 use sidecar_core::files;
 use sidecar_core::logger::print;
-use sidecar_core::text;
 use sidecar_core::trace::{
     ExpertLayout, ExpertNames, Ids, ModelMeta, Trace, enabled, log_unwritten, numbered,
     print_exported, print_summary, to_text, write,

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use sidecar_core::protocol::{LayerMask, Request};
+use sidecar_core::text;
 
 use crate::sizes::size_text;
-use sidecar_core::text;
 
 /// The most bytes of a file with masks.
 const LARGEST: u64 = 64 << 20;

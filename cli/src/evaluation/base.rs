@@ -6,9 +6,9 @@ use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use sidecar_core::gguf::GgufFile;
+use sidecar_core::text;
 
 use crate::space::Need;
-use sidecar_core::text;
 
 /// The bytes before the tokens: a name of 8 bytes, and the numbers of [`Base`].
 const START: usize = 20;

@@ -14,6 +14,7 @@ use rustix::process::{Signal, set_parent_process_death_signal};
 use serde::de::DeserializeOwned;
 use sidecar_core::files::{self, Replace};
 use sidecar_core::protocol::{LayerMask, Overlay, Reply, Request, Round, Status, StreamFigures};
+use sidecar_core::text;
 
 use super::base::Base;
 use super::statistics::{self, Statistics};
@@ -22,7 +23,6 @@ use crate::interruption;
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{JOURNAL, Journal};
 use crate::temporary::Temporary;
-use sidecar_core::text;
 
 /// Variables of a program that masks experts.
 pub const MASKS: [(&str, &str); 1] = [("LLAMA_EXPERT_MASKS", "1")];

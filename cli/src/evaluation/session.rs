@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use sidecar_core::gguf::{FileId, GgufFile};
+use sidecar_core::text;
 
 use super::base::{self, Base, TOO_SHORT};
 use super::program::{NO_VARIABLES, Program, Running};
@@ -14,7 +15,6 @@ use crate::interruption;
 use crate::launch::child::without_secrets;
 use crate::output::progress;
 use crate::temporary::Temporary;
-use sidecar_core::text;
 
 /// Divergences that are smaller are those of rounded base logits.
 const LEAST: f64 = 2e-6;

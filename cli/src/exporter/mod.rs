@@ -12,11 +12,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use sidecar_core::protocol::{Metrics, Request};
+use sidecar_core::text;
 
 use crate::control;
 use crate::exporter::families::Families;
 use crate::http::{self, Answer};
-use sidecar_core::text;
 
 /// The type of a page in OpenMetrics.
 const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";

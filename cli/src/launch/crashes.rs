@@ -5,9 +5,9 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 
 use serde::{Deserialize, Serialize};
+use sidecar_core::text;
 
 use crate::launch::kept::{Kept, machine};
-use sidecar_core::text;
 
 /// The list.
 const CRASHES: Kept = Kept { name: "crashes" };

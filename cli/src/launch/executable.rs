@@ -11,7 +11,6 @@ use anyhow::{Context, Result, bail};
 use goblin::elf::Elf;
 use goblin::elf::header::machine_to_str;
 use rustix::process::geteuid;
-
 use sidecar_core::text;
 
 /// An executable file.

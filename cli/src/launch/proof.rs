@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use rustix::system::uname;
 use sidecar_core::gguf::FileId;
+use sidecar_core::text;
 
 use crate::launch::child;
 use crate::launch::journal::{JOURNAL, Journal};
 use crate::launch::kept::{Kept, machine};
-use sidecar_core::text;
 
 /// The command line word of a process that ends at once.
 pub const TRIAL: &str = "trial";

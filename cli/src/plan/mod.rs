@@ -34,13 +34,13 @@ use search::{Candidate, EQUAL, Facts, FileSpeeds, OnGpu, Runs, Setting};
 use shape::Shape;
 use sidecar_core::config;
 use sidecar_core::memory::free_memory;
+use sidecar_core::text;
 
 use crate::output::progress;
 use crate::report::cache::{Caches, Policy};
 use crate::report::stream::Disk;
 use crate::report::traces::TraceReport;
 use crate::trial::{Program, prompts};
-use sidecar_core::text;
 
 /// Numbers of threads that are measured at most.
 const MOST_THREADS: usize = 8;

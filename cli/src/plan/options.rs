@@ -6,9 +6,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
+use sidecar_core::text;
 
 use crate::launch::executable::Executable;
-use sidecar_core::text;
 
 /// An option of llama.cpp, under the names of its programs and versions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail, ensure};
 use sidecar_core::gguf::{Access, GgufFile, new_paths, open_model};
 use sidecar_core::protocol::LayerMask;
+use sidecar_core::text;
 
 use crate::control::mask;
 use crate::evaluation::session::Session;
@@ -22,7 +23,6 @@ use crate::page;
 use crate::prune::search::{Found, Plan, SearchOptions};
 use crate::pruned::{Mixture, Pruned};
 use crate::sizes::{Table, size_text};
-use sidecar_core::text;
 
 /// The title of the page.
 const TITLE: &str = "Pruning";

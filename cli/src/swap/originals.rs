@@ -15,10 +15,10 @@ use anyhow::{Context, Result, bail, ensure};
 use sidecar_core::files;
 use sidecar_core::gguf::{Access, GgufFile, HeaderWriter, KeyValue, OpenError, Value, ValueType};
 use sidecar_core::reload::{Hash, hash_bytes};
+use sidecar_core::text;
 
 use crate::swap::part::{Part, Version, hash_from, hash_of};
 use crate::swap::rewrite;
-use sidecar_core::text;
 
 /// The format of the file. The first one had no such key.
 const FORMAT: u32 = 2;

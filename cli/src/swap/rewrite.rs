@@ -12,6 +12,7 @@ use sidecar_core::gguf::{
     Access, GgufFile, TYPE_AND_OFFSET, TooLarge, padded, padding, retype, type_fields,
 };
 use sidecar_core::reload::{Hash, hash_bytes, hash_source};
+use sidecar_core::text;
 use tempfile::NamedTempFile;
 
 use crate::space::is_out_of_space;
@@ -19,7 +20,6 @@ use crate::swap::attributes::Attributes;
 use crate::swap::part::{Part, hash_of};
 use crate::swap::target::Target;
 use crate::temporary::remove_left;
-use sidecar_core::text;
 
 /// Bytes that are copied between two updates of the progress bar.
 const STEP: u64 = 64 << 20;

@@ -7,7 +7,6 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-
 use sidecar_core::text;
 
 /// A file to replace, locked until this is dropped.

@@ -4,7 +4,6 @@ use std::path::Path;
 
 use serde::Serialize;
 use sidecar_core::protocol::{ModelStatus, PostFetchFigures, StreamFigures};
-
 use sidecar_core::text;
 
 use crate::sizes::{percent, size_text};

@@ -22,6 +22,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use prompts::Request;
 use serde::Serialize;
 use server::Client;
+use sidecar_core::text;
 use speeds::Speeds;
 
 use crate::interruption;
@@ -30,7 +31,6 @@ use crate::launch::executable::Executable;
 use crate::launch::journal::{Events, Journal};
 use crate::launch::run::{Prepared, RunOptions};
 use crate::launch::session::{Session, Usage};
-use sidecar_core::text;
 
 /// Time between two looks at a running program.
 const PERIOD: Duration = Duration::from_millis(50);

@@ -4,7 +4,6 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-
 use sidecar_core::text;
 
 /// A text for prompts.

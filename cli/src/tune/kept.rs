@@ -18,12 +18,12 @@ use sidecar_core::gguf::{
     GgufFile, HeaderWriter, TypeInfo, companions, has_tensor, is_scale, padding,
 };
 use sidecar_core::reload::{check_tensor, hash_bytes};
+use sidecar_core::text;
 
 use super::candidate::Outcome;
 use super::imatrix::Matrix;
 use super::model::{Model, Tensor, elements, find};
 use crate::space::Need;
-use sidecar_core::text;
 
 /// The alignment of tensors in files.
 const ALIGNMENT: u32 = 32;

@@ -12,9 +12,9 @@ use sidecar_core::gguf::{
     Access, GgufFile, TensorInfo, Value, companions, has_tensor, is_scale, open_model,
 };
 use sidecar_core::reload::{Hash, LoadedModel, hash_bytes, hash_source};
+use sidecar_core::text;
 
 use crate::output::progress;
-use sidecar_core::text;
 
 /// An open model.
 pub struct Model {

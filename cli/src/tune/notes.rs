@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use anyhow::Result;
+use sidecar_core::text;
 
 use super::candidate::Origin;
 use super::mix::file_type;
@@ -10,7 +11,6 @@ use super::results::{Recipe, Results};
 use super::sweep::Plan;
 use crate::interruption;
 use crate::sizes::size_text;
-use sidecar_core::text;
 
 /// Types of which a larger one is proposed.
 const PROPOSED: [&str; 6] = ["q3_K", "q4_K", "q5_0", "q5_K", "q6_K", "q8_0"];

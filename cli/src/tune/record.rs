@@ -13,9 +13,9 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use sidecar_core::files::{self, Replace, folder_of};
 use sidecar_core::protocol;
+use sidecar_core::text;
 
 use crate::evaluation::statistics::Statistics;
-use sidecar_core::text;
 
 /// The base logits in a work folder.
 pub const BASE_LOGITS: &str = "base.logits";

@@ -9,7 +9,6 @@ use std::ffi::CStr;
 use std::path::{Path, PathBuf};
 
 use super::file::{Access, GgufFile, OpenError};
-
 use crate::text;
 
 const COUNT_KEY: &str = "split.count";

@@ -22,12 +22,12 @@ use sidecar_core::files::{self, Replace};
 use sidecar_core::logger::REQUESTED;
 use sidecar_core::protocol::NoEffect;
 use sidecar_core::reload::{Outcome, Report};
+use sidecar_core::text;
 
 use crate::hotswap::reloader;
 use crate::process::thread;
 use crate::program::capability::{Capability, Effect};
 use crate::rounds::perplexity::{self, Phase};
-use sidecar_core::text;
 
 /// Interval between looks at the control file.
 const INTERVAL: Duration = Duration::from_millis(50);
