@@ -17,15 +17,20 @@ use std::sync::Arc;
 
 use sidecar_core::config::Config;
 use sidecar_core::logger;
+use sidecar_core::protocol::Event;
 
 use crate::ggml::{
-    Backend, Buffer, BufferType, Context, CopyCallback, Device, Ggml, Graph, Registration,
+    self, Backend, Buffer, BufferType, Context, CopyCallback, Device, Ggml, Graph, Registration,
     STATUS_FAILED, STATUS_SUCCESS, Sched, Tensor, split,
 };
 use crate::hotswap::reloader;
-use crate::loader::caller::{Arguments, Caller, Hook, hooks};
+use crate::loader::caller::{Caller, Hook, hooks};
+use crate::loader::linked::{self, Arguments};
+use crate::loader::loaded::Place;
+use crate::loader::redirect::Redirection;
 use crate::postfetch::part::{self, Evaluation};
 use crate::postfetch::{copy_callback, inferred, placement};
+use crate::process::journal;
 use crate::process::thread::{self, Inside};
 use crate::program::models::Model;
 use crate::program::parts::{self, Parts, Requested};
@@ -155,21 +160,84 @@ thread_local! {
 
 /// Returns the function that a call goes to: the one that was meant, or its replacement.
 extern "C" fn route(hook: Hook, return_address: usize, arguments: &Arguments) -> *const c_void {
-    // SAFETY: the loader keeps errno when it resolves a function, and so does this.
-    let errno = unsafe { &mut *libc::__errno_location() };
-    let before = *errno;
-    let to = destination(hook, return_address, arguments);
-    *errno = before;
-    to
+    with_errno(|| {
+        let (caller, real) = Caller::of(return_address).resolve(hook, arguments);
+        let real = match real {
+            found if !found.is_null() => found,
+            _ if hook == Hook::ReloadChangedTensors => nothing_reloaded as *mut c_void,
+            _ => return missing(hook, caller),
+        };
+        destination(hook, caller, real, arguments)
+    })
 }
 
-fn destination(hook: Hook, return_address: usize, arguments: &Arguments) -> *const c_void {
-    let (caller, real) = Caller::of(return_address).resolve(hook, arguments);
-    let real = match real {
-        found if !found.is_null() => found,
-        _ if hook == Hook::ReloadChangedTensors => nothing_reloaded as *mut c_void,
-        _ => return missing(hook, caller),
-    };
+/// Returns the function that a call of a function of the program goes to; see [`linked`].
+fn route_linked(program: Place, hook: usize, real: usize, arguments: &Arguments) -> *const c_void {
+    with_errno(|| {
+        let caller = Caller::of(program.start);
+        destination(Hook::ALL[hook], caller, real as *mut c_void, arguments)
+    })
+}
+
+/// Calls `work` and leaves errno as it is, as the loader does when it resolves a function.
+fn with_errno<R>(work: impl FnOnce() -> R) -> R {
+    // SAFETY: the address of errno of this thread.
+    let errno = unsafe { &mut *libc::__errno_location() };
+    let before = *errno;
+    let result = work();
+    *errno = before;
+    result
+}
+
+/// Makes calls of a program visible that ggml is linked into. Runs when the library is loaded.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static SEE_LINKED: extern "C" fn() = see_linked;
+
+extern "C" fn see_linked() {
+    /// Functions that are redirected when a model is loaded.
+    static REDIRECTED: [&Redirection; 5] = [
+        &masks::PRODUCT,
+        &masks::SUM,
+        &counts::RESET,
+        &load::SUPPORTS_OP,
+        &load::SET_WARMUP,
+    ];
+    let panicked = std::panic::catch_unwind(|| {
+        if !lifecycle::is_on() {
+            return;
+        }
+        let hooks: Vec<&CStr> = Hook::ALL.iter().map(|hook| hook.name()).collect();
+        if linked::install(&hooks, &REDIRECTED.map(Redirection::name), route_linked) {
+            journal::note(|| Event::Linked {
+                functions: linked::entries()
+                    .map(|(name, unseen)| {
+                        let name = name.to_string_lossy().into_owned();
+                        (name, unseen.map(str::to_owned))
+                    })
+                    .collect(),
+            });
+            let opens = Hook::GgufInit.name();
+            if let Some(why) = linked::unseen(opens) {
+                logger::init();
+                ggml::passive(format_args!(
+                    "ggml is linked into this program, whose calls of {} are not seen: the function {why}",
+                    opens.to_string_lossy()
+                ));
+            }
+        }
+    });
+    if panicked.is_err() {
+        lifecycle::disable();
+    }
+}
+
+fn destination(
+    hook: Hook,
+    caller: &'static Caller,
+    real: *mut c_void,
+    arguments: &Arguments,
+) -> *const c_void {
     let opens_file = matches!(hook, Hook::GgufInit | Hook::GgufInitStream);
     if opens_file {
         lifecycle::report_settings();

@@ -100,7 +100,11 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
     };
     let ended = watch(&mut started, &journal, patience, is_done, &mut mapped)?;
     let events = journal.read();
-    for found in hooks::describe(&preload, &mapped) {
+    let hooks = match events.linked() {
+        Some(functions) => hooks::describe_linked(functions),
+        None => hooks::describe(&preload, &mapped),
+    };
+    for found in hooks {
         line("hooks", &found);
     }
     findings(&events, hooks::scheduler_obstacle(&preload, &mapped));

@@ -69,6 +69,31 @@ fn executable(maps: &[u8]) -> BTreeSet<PathBuf> {
     maps.split(|&byte| byte == b'\n').filter_map(path).collect()
 }
 
+/// Returns a line with the number of reachable hooks of a program that ggml is linked into, and a line for each cause
+/// why others are not reachable. `functions` are those hooks, each with the cause if it is not reachable.
+pub fn describe_linked(functions: &[(String, Option<String>)]) -> Vec<String> {
+    let mut causes: Vec<(&str, Vec<&str>)> = Vec::new();
+    let unseen = functions
+        .iter()
+        .filter_map(|(name, why)| Some((name, why.as_deref()?)));
+    // The drop-in defines this one, and the program calls none.
+    let unseen = unseen.filter(|(name, _)| *name != DEFINED_BY_DROP_IN);
+    for (name, why) in unseen.clone() {
+        match causes.iter_mut().find(|(known, _)| *known == why) {
+            Some((_, names)) => names.push(name),
+            None => causes.push((why, vec![name])),
+        }
+    }
+    let reached = functions.len() - unseen.count();
+    let mut lines = vec![format!(
+        "{reached} of {} reachable, at the functions: ggml is linked into the program",
+        functions.len()
+    )];
+    let causes = causes.iter();
+    lines.extend(causes.map(|(why, names)| format!("not reachable: {}: {why}", names.join(", "))));
+    lines
+}
+
 /// Returns a line with the number of reachable hooks, and a line for each cause why others are
 /// not reachable.
 pub fn describe(preload: &Path, files: &BTreeSet<PathBuf>) -> Vec<String> {

@@ -89,6 +89,14 @@ impl Events {
         })
     }
 
+    /// Returns the functions at which calls of a program are seen, if ggml is linked into it; see [`Event::Linked`].
+    pub fn linked(&self) -> Option<&[(String, Option<String>)]> {
+        self.iter().find_map(|event| match event {
+            Event::Linked { functions } => Some(functions.as_slice()),
+            _ => None,
+        })
+    }
+
     /// Returns the paths of the evaluated models.
     pub fn models<'a>(&'a self) -> Vec<&'a str> {
         let path = |event: &'a Event| match event {
@@ -209,7 +217,7 @@ impl Events {
         }
         Some(match (self.is_loaded(), opened) {
             (false, _) => "the loader did not load the drop-in: the program is linked statically or clears LD_PRELOAD; run 'llama-sidecar doctor -- COMMAND' for details".into(),
-            (true, None) => "the program opened no model through a shared libggml-base.so: load a model, or, if ggml is linked into the program itself, use a build with shared libraries (cmake -DBUILD_SHARED_LIBS=ON)".into(),
+            (true, None) => "the program opened no model through a shared libggml-base.so: load a model, or, if ggml is linked into the program itself, use a program that is not stripped, or a build with shared libraries (cmake -DBUILD_SHARED_LIBS=ON)".into(),
             (true, Some(path)) => format!("{path} was opened but not evaluated: let the program generate a token first"),
         })
     }

@@ -33,6 +33,10 @@ pub fn is_tried_ggml(version: &str) -> bool {
 pub enum Event {
     /// The loader loaded the drop-in.
     Loaded { program: String },
+    /// ggml is linked into the program. Functions whose calls are to be seen, and why those of some are not.
+    Linked {
+        functions: Vec<(String, Option<String>)>,
+    },
     /// A copy of ggml was found and its layout understood.
     Ggml { path: String, version: String },
     /// A copy of ggml was found and its layout not understood: hot-swap is off.

@@ -5,14 +5,20 @@
 //! of `ggml_map_custom1_inplace`, the CPU backend calls a function in its place, at the moment
 //! when the viewed data is complete. Data, memory and the other nodes of the graph stay as they
 //! are. The numbers of the operation and the positions of its parameters are read from a node
-//! that ggml made.
+//! that ggml made. In a program whose linker left that function out, they are those of ggml's
+//! headers, and count if the CPU calls a function of such a node.
 
-use std::ffi::{c_int, c_void};
+use std::ffi::{CStr, c_int, c_void};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use parking_lot::Mutex;
 
 use super::layout::{FusedOps, Ops, TensorLayout};
 use super::sys::Functions;
-use super::types::{Callback, Device, InitParams, Tensor};
+use super::types::{Callback, Context, DEVICE_CPU, Device, InitParams, Tensor};
 
+/// `GGML_TYPE_I32`.
+const I32: c_int = 26;
 /// The most bytes of parameters (`GGML_MAX_OP_PARAMS`).
 const PARAMETERS: usize = 64;
 /// Recognisable user data.
@@ -34,10 +40,154 @@ pub struct Custom {
 unsafe extern "C" fn nothing(_: *mut Tensor, _: *const Tensor, _: c_int, _: c_int, _: *mut c_void) {
 }
 
+/// `ggml_map_custom1_inplace`.
+type Make = unsafe extern "C-unwind" fn(
+    *mut Context,
+    *mut Tensor,
+    Callback,
+    c_int,
+    *mut c_void,
+) -> *mut Tensor;
+
+/// How often a node called [`count`] with [`USER_DATA`].
+static CALLED: AtomicUsize = AtomicUsize::new(0);
+
+unsafe extern "C" fn count(
+    _: *mut Tensor,
+    _: *const Tensor,
+    _: c_int,
+    _: c_int,
+    data: *mut c_void,
+) {
+    CALLED.fetch_add(usize::from(data as usize == USER_DATA), Ordering::SeqCst);
+}
+
+/// `ggml_backend_dev_by_type`.
+type ByType = unsafe extern "C-unwind" fn(c_int) -> *mut Device;
+
+/// What shows the operation of a copy.
+pub enum Origin {
+    /// Nodes that this function makes.
+    Made(Make),
+    /// ggml's headers; tried on the CPU, which this function finds.
+    Header(Option<ByType>),
+}
+
+impl Origin {
+    /// Returns what a copy has whose functions `symbol` finds.
+    pub fn of(symbol: &dyn Fn(&CStr) -> *mut c_void) -> Origin {
+        let make = symbol(c"ggml_map_custom1_inplace");
+        let by_type = symbol(c"ggml_backend_dev_by_type");
+        // SAFETY: ggml's headers give the functions of these names these types.
+        unsafe {
+            match std::mem::transmute::<*mut c_void, Option<Make>>(make) {
+                Some(make) => Origin::Made(make),
+                None => Origin::Header(std::mem::transmute::<*mut c_void, Option<ByType>>(by_type)),
+            }
+        }
+    }
+}
+
 impl Custom {
+    /// Finds the operation of a copy, or returns nothing where it is not understood.
+    pub fn learn(
+        origin: &Origin,
+        (f, layout, ops): (&Functions, &TensorLayout, &Ops),
+    ) -> Option<Custom> {
+        match origin {
+            Origin::Made(make) => Custom::of(*make, f, layout),
+            Origin::Header(by_type) => {
+                // SAFETY: takes a type of devices.
+                let cpu = unsafe { (*by_type)?(DEVICE_CPU) };
+                let found = Custom::by_header(f, layout).filter(|_| !cpu.is_null())?;
+                found.is_called((f, layout, ops), cpu).then_some(found)
+            }
+        }
+    }
+
+    /// Returns the operation of ggml's headers.
+    fn by_header(f: &Functions, layout: &TensorLayout) -> Option<Custom> {
+        /// Elements of 32 bits, without memory; a view begins at the offset.
+        const MANY: i64 = 1 << 50;
+        const OFFSET: usize = 0x000a_5123_4876_55a8;
+        // SAFETY: the functions get the arguments of their headers. ggml has this operation, and the numbers before
+        // it have names. The view is followed by another tensor.
+        unsafe {
+            let name = |op: &i32| CStr::from_ptr((f.ggml_op_name)(*op)) == c"MAP_CUSTOM1";
+            let op = (0..).find(name)?;
+            let overhead = (f.ggml_tensor_overhead)();
+            let mut memory = vec![0u128; (overhead * 4).div_ceil(16)];
+            let context = (f.ggml_init)(InitParams {
+                mem_size: overhead * 4,
+                mem_buffer: memory.as_mut_ptr().cast(),
+                no_alloc: true,
+            });
+            if context.is_null() {
+                return None;
+            }
+            let all = (f.ggml_new_tensor)(context, I32, 1, [MANY].as_ptr());
+            let view = (f.ggml_view_1d)(context, all, 1, OFFSET);
+            (f.ggml_new_tensor)(context, I32, 1, [1].as_ptr());
+            // A view has its offset there.
+            let bytes = std::slice::from_raw_parts(view.cast::<u8>(), overhead);
+            let parameters = layout.op + size_of::<c_int>();
+            let is_offset = |at: &usize| bytes[*at..].starts_with(&OFFSET.to_ne_bytes());
+            let at = Some(parameters).filter(is_offset);
+            (f.ggml_free)(context);
+            // The function, one task, and the user data.
+            let words = [nothing as Callback as usize, 1, USER_DATA];
+            Some(Custom {
+                op,
+                at: at?,
+                parameters: words.into_iter().flat_map(usize::to_ne_bytes).collect(),
+                user_data: 16,
+            })
+        }
+    }
+
+    /// Whether the CPU calls the function of a node once, with its data.
+    fn is_called(
+        &self,
+        (f, layout, ops): (&Functions, &TensorLayout, &Ops),
+        cpu: *mut Device,
+    ) -> bool {
+        const NODES: usize = 8;
+        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+        let _turn = ONE_AT_A_TIME.lock();
+        // SAFETY: the functions get the arguments of their headers; context and backend are freed once, after the
+        // graph was evaluated.
+        unsafe {
+            let context = (f.ggml_init)(InitParams {
+                mem_size: 8 * (f.ggml_tensor_overhead)()
+                    + (f.ggml_graph_overhead_custom)(NODES, false)
+                    + 4096,
+                mem_buffer: std::ptr::null_mut(),
+                no_alloc: false,
+            });
+            if context.is_null() {
+                return false;
+            }
+            let ids = (f.ggml_new_tensor)(context, I32, 1, [4].as_ptr());
+            let view = (f.ggml_view_1d)(context, ids, 4, 0);
+            let data = USER_DATA as *const c_void;
+            let before = CALLED.load(Ordering::SeqCst);
+            if self.call_at_view((f, layout, ops), cpu, view, count, data) {
+                let graph = (f.ggml_new_graph_custom)(context, NODES, false);
+                (f.ggml_build_forward_expand)(graph, view);
+                let backend = (f.ggml_backend_dev_init)(cpu, std::ptr::null());
+                if !backend.is_null() {
+                    (f.ggml_backend_graph_compute_async)(backend, graph);
+                    (f.ggml_backend_synchronize)(backend);
+                    (f.ggml_backend_free)(backend);
+                }
+            }
+            (f.ggml_free)(context);
+            CALLED.load(Ordering::SeqCst) == before + 1
+        }
+    }
+
     /// Reads the operation from a node that ggml makes.
-    pub fn learn(f: &Functions, layout: &TensorLayout) -> Option<Custom> {
-        const I32: c_int = 26;
+    fn of(make: Make, f: &Functions, layout: &TensorLayout) -> Option<Custom> {
         // SAFETY: the functions get the arguments of their headers. The node is followed by
         // another tensor, so that `overhead` bytes from its start are in the memory, which has a
         // value everywhere. The context is freed before its memory.
@@ -55,7 +205,7 @@ impl Custom {
             let new = || (f.ggml_new_tensor)(context, I32, 1, [4i64].as_ptr());
             let ids = new();
             let user_data = USER_DATA as *mut c_void;
-            let node = (f.ggml_map_custom1_inplace)(context, ids, nothing, 1, user_data);
+            let node = make(context, ids, nothing, 1, user_data);
             let end = new();
             let size = (end as usize).wrapping_sub(node as usize).min(overhead);
             let op = layout.read(node, layout.op);

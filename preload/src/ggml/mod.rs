@@ -11,6 +11,7 @@
 //! | [`custom`] | a view that calls a function when it is evaluated |
 //! | [`layout`] | the offsets of the fields of tensors |
 //! | [`sys`] | the functions of ggml's C API |
+//! | [`left_out`] | functions that a linker left out of a program |
 //! | [`one_device`] | functions for devices in a ggml that has none |
 //! | [`types`] | types and constants of ggml's C API |
 
@@ -29,6 +30,7 @@ use crate::process::journal;
 mod custom;
 mod ends;
 mod layout;
+mod left_out;
 mod one_device;
 mod own;
 mod remote;
@@ -36,7 +38,7 @@ pub mod split;
 mod sys;
 mod types;
 
-use custom::Custom;
+use custom::{Custom, Origin};
 pub use layout::FusedOps;
 use layout::{Ops, TensorLayout};
 pub use one_device::is_other;
@@ -55,6 +57,8 @@ pub struct Ggml {
     pub ops: Ops,
     /// Makes a part of a graph, where this copy exports the function.
     pub graph_view: Option<GraphView>,
+    /// What shows how a node calls a function.
+    custom_origin: Origin,
     /// How a node calls a function; determined on first use.
     custom: OnceCell<Option<Custom>>,
     /// The offset of `free_buffer` in buffers, if it is known; determined on first use.
@@ -84,11 +88,20 @@ unsafe impl Sync for Descriptor {}
 
 impl Ggml {
     /// Returns the copy whose functions `symbol` finds; `None` when it is not supported,
-    /// after logging the reason once.
-    pub fn resolve(symbol: &dyn Fn(&CStr) -> *mut c_void) -> Option<&'static Ggml> {
+    /// after logging the reason once. `is_linked`: whether it is linked into the program.
+    pub fn resolve(
+        symbol: &dyn Fn(&CStr) -> *mut c_void,
+        is_linked: bool,
+    ) -> Option<&'static Ggml> {
         static COPIES: Mutex<Vec<&'static Ggml>> = Mutex::new(Vec::new());
         let (functions, makers) = match resolve(symbol) {
             Ok(found) => found,
+            Err(missing) if is_linked => {
+                passive(format_args!(
+                    "the linker left '{missing}' out of this program, or its ggml is too old or too new: link all functions of ggml (without --gc-sections; in Rust, RUSTFLAGS='-C link-dead-code')"
+                ));
+                return None;
+            }
             Err(missing) => {
                 passive(format_args!(
                     "this program's ggml has no function '{missing}': it is too old, too new or another library of that name"
@@ -119,6 +132,7 @@ impl Ggml {
                     // SAFETY: ggml-impl.h gives the function of this name this type.
                     graph_view: (!view.is_null())
                         .then(|| unsafe { std::mem::transmute::<*mut c_void, GraphView>(view) }),
+                    custom_origin: Origin::of(symbol),
                     custom: OnceCell::new(),
                     free_buffer_at: OnceCell::new(),
                 }));
@@ -147,6 +161,30 @@ impl Ggml {
                 && (self.f.ggml_type_size)(id) as u64 == ty.bytes
                 && (self.f.ggml_blck_size)(id) as u64 == ty.block
                 && Some((self.f.ggml_row_size)(id, ty.block as i64) as u64) == row_bytes
+        }
+    }
+
+    /// Returns the data of a tensor.
+    ///
+    /// # Safety
+    ///
+    /// A live tensor of this copy.
+    pub unsafe fn data(&self, tensor: *const Tensor) -> *mut c_void {
+        // SAFETY: as the caller ensures.
+        unsafe { self.layout.read(tensor.cast_mut(), self.layout.data) }
+    }
+
+    /// Evaluates a graph without a scheduler, and returns a status of ggml.
+    ///
+    /// # Safety
+    ///
+    /// A live backend, and a live graph whose tensors are in its memory.
+    pub unsafe fn compute(&self, backend: *mut Backend, graph: *mut Graph) -> u32 {
+        // SAFETY: as the caller ensures.
+        unsafe {
+            let status = (self.f.ggml_backend_graph_compute_async)(backend, graph);
+            (self.f.ggml_backend_synchronize)(backend);
+            status as u32
         }
     }
 
@@ -358,7 +396,8 @@ impl Ggml {
     }
 
     fn custom(&self) -> Option<&Custom> {
-        let learn = || Custom::learn(&self.f, &self.layout);
+        let of = (&self.f, &self.layout, &self.ops);
+        let learn = || Custom::learn(&self.custom_origin, of);
         self.custom.get_or_init(learn).as_ref()
     }
 
@@ -473,7 +512,7 @@ fn is_untried(version: &str) -> bool {
 }
 
 /// Logs once for the process why hot-swap is off.
-fn passive(reason: std::fmt::Arguments<'_>) {
+pub fn passive(reason: std::fmt::Arguments<'_>) {
     static SAID: AtomicBool = AtomicBool::new(false);
     if !SAID.swap(true, Ordering::Relaxed) {
         journal::note(|| protocol::Event::Passive {

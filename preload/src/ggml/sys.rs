@@ -4,8 +4,8 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
-use super::one_device;
 use super::types::*;
+use super::{left_out, one_device};
 
 /// Functions of ik_llama.cpp that make nodes which read several weights.
 pub struct FusedMakers {
@@ -61,7 +61,7 @@ impl FusedMakers {
 }
 
 macro_rules! functions {
-    ($($name:ident($($argument:ty),*) $(-> $result:ty)? $(= $stand_in:path)?;)*) => {
+    ($($name:ident($($argument:ty),*) $(-> $result:ty)? $(= $stand_in:path)? $(, left out: $read:path)?;)*) => {
         /// Public functions of ggml, found through the object that uses it.
         #[allow(missing_docs, reason = "documented in ggml's headers")]
         pub struct Functions {
@@ -70,7 +70,8 @@ macro_rules! functions {
 
         impl Functions {
             /// Finds all functions, or returns the name of one that is missing. A ggml without
-            /// devices gets the functions of [`one_device`].
+            /// devices gets the functions of [`one_device`], one without rarely used functions those of
+            /// [`left_out`].
             pub fn resolve(
                 symbol: &dyn Fn(&CStr) -> *mut c_void,
             ) -> Result<Functions, &'static str> {
@@ -85,11 +86,18 @@ macro_rules! functions {
                                 let name = concat!(stringify!($name), "\0");
                                 let name = CStr::from_bytes_with_nul(name.as_bytes());
                                 let found = symbol(name.expect("one NUL"));
-                                if found.is_null() {
-                                    return Err(stringify!($name));
+                                let read: &[Function] = &[$($read)?];
+                                match (found.is_null(), read.first()) {
+                                    // SAFETY: ggml's headers give the function of this name this type.
+                                    (false, _) => unsafe {
+                                        std::mem::transmute::<*mut c_void, Function>(found)
+                                    },
+                                    (true, Some(read)) => {
+                                        left_out::prepare(symbol)?;
+                                        *read
+                                    }
+                                    (true, None) => return Err(stringify!($name)),
                                 }
-                                // SAFETY: ggml's headers give the function of this name this type.
-                                unsafe { std::mem::transmute::<*mut c_void, Function>(found) }
                             }
                         }
                     },)*
@@ -107,8 +115,8 @@ pub fn has_devices(symbol: &dyn Fn(&CStr) -> *mut c_void) -> bool {
 functions! {
     ggml_init(InitParams) -> *mut Context;
     ggml_free(*mut Context);
-    ggml_get_mem_buffer(*const Context) -> *mut c_void;
-    ggml_get_mem_size(*const Context) -> usize;
+    ggml_get_mem_buffer(*const Context) -> *mut c_void, left out: left_out::mem_buffer;
+    ggml_get_mem_size(*const Context) -> usize, left out: left_out::mem_size;
     ggml_tensor_overhead() -> usize;
     ggml_new_tensor(*mut Context, c_int, c_int, *const i64) -> *mut Tensor;
     ggml_view_tensor(*mut Context, *mut Tensor) -> *mut Tensor;
@@ -117,7 +125,6 @@ functions! {
     ggml_get_first_tensor(*const Context) -> *mut Tensor;
     ggml_get_next_tensor(*const Context, *mut Tensor) -> *mut Tensor;
     ggml_get_name(*const Tensor) -> *const c_char;
-    ggml_get_data(*const Tensor) -> *mut c_void;
     ggml_nbytes(*const Tensor) -> usize;
     ggml_set_input(*mut Tensor);
     ggml_add(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor;
@@ -127,7 +134,6 @@ functions! {
     ggml_get_rows(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor;
     ggml_cpy(*mut Context, *mut Tensor, *mut Tensor) -> *mut Tensor;
     ggml_reshape_3d(*mut Context, *mut Tensor, i64, i64, i64) -> *mut Tensor;
-    ggml_map_custom1_inplace(*mut Context, *mut Tensor, Callback, c_int, *mut c_void) -> *mut Tensor;
     ggml_op_name(c_int) -> *const c_char;
     ggml_type_name(c_int) -> *const c_char;
     ggml_type_size(c_int) -> usize;
@@ -169,17 +175,17 @@ functions! {
     ggml_backend_dev_init(*mut Device, *const c_char) -> *mut Backend = one_device::dev_init;
     ggml_backend_free(*mut Backend);
     ggml_backend_synchronize(*mut Backend);
-    ggml_backend_graph_compute(*mut Backend, *mut Graph) -> c_int;
+    ggml_backend_graph_compute_async(*mut Backend, *mut Graph) -> c_int;
     ggml_backend_tensor_get_async(*mut Backend, *const Tensor, *mut c_void, usize, usize);
     ggml_backend_tensor_set_async(*mut Backend, *mut Tensor, *const c_void, usize, usize);
     ggml_backend_event_new(*mut Device) -> *mut Event = one_device::event_new;
     ggml_backend_event_free(*mut Event);
     ggml_backend_event_record(*mut Event, *mut Backend) = one_device::event_record;
     ggml_backend_event_synchronize(*mut Event);
-    ggml_backend_event_wait(*mut Backend, *mut Event);
+    ggml_backend_event_wait(*mut Backend, *mut Event), left out: left_out::event_wait;
     ggml_backend_sched_synchronize(*mut Sched);
     ggml_backend_sched_get_tensor_backend(*mut Sched, *mut Tensor) -> *mut Backend;
-    ggml_backend_sched_get_n_backends(*mut Sched) -> c_int;
-    ggml_backend_sched_get_backend(*mut Sched, c_int) -> *mut Backend;
+    ggml_backend_sched_get_n_backends(*mut Sched) -> c_int, left out: left_out::n_backends;
+    ggml_backend_sched_get_backend(*mut Sched, c_int) -> *mut Backend, left out: left_out::backend;
     ggml_backend_sched_get_n_copies(*mut Sched) -> c_int;
 }

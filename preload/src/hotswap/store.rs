@@ -544,7 +544,7 @@ fn write_tensor(
             ));
         }
         if buffer.is_host() {
-            let data = (ggml.f.ggml_get_data)(tensor).cast::<u8>();
+            let data = ggml.data(tensor).cast::<u8>();
             let data = std::slice::from_raw_parts_mut(data, len);
             return new_data.source.read_at(data, new_data.offset);
         }

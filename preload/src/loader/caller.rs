@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering};
 use once_cell::sync::OnceCell;
 
 use crate::ggml::Ggml;
+use crate::loader::linked::{self, Arguments};
 use crate::loader::loaded::{self, Place};
 use crate::process::memory::Memory;
 
@@ -72,7 +73,7 @@ macro_rules! define_hooks {
 
         impl Hook {
             /// All of them, in the order of their numbers.
-            const ALL: &[Hook] = &[$(Hook::$hook),*];
+            pub const ALL: &[Hook] = &[$(Hook::$hook),*];
 
             /// Returns the exported name.
             pub const fn name(self) -> &'static CStr {
@@ -88,9 +89,6 @@ macro_rules! define_hooks {
     };
 }
 hooks!(define_hooks);
-
-/// Arguments in integer registers.
-pub type Arguments = [usize; 6];
 
 /// A loaded object that called an exported function. Never freed; used again when the
 /// object is unloaded and loaded again at the same place.
@@ -218,6 +216,11 @@ impl Caller {
         name
     }
 
+    /// Whether this is the program, and ggml is linked into it.
+    pub fn is_linked(&self) -> bool {
+        linked::program().is_some_and(|place| self.place == Some(place))
+    }
+
     fn among<'a>(&self, objects: &'a [loaded::Object]) -> Option<&'a loaded::Object> {
         objects.iter().find(|object| self.is(object))
     }
@@ -230,6 +233,13 @@ impl Caller {
     fn resolution(&self, name: &CStr) -> Resolution {
         let this = this_library();
         let found = loaded::look(|objects, _| {
+            // An object without a slot for its own function calls it past the loader.
+            if let Some(object) = self.among(objects)
+                && let Some(own) = object.definition(name, None)
+                && object.reference(name).is_none()
+            {
+                return (Some(own), false, None);
+            }
             // The loader searches the objects before this library first.
             let after = objects.iter().position(|object| object.place == this);
             let after = objects.get(after.map_or(0, |at| at + 1)..).unwrap_or(&[]);
@@ -301,7 +311,7 @@ impl Caller {
     pub fn ggml(&self) -> Option<&'static Ggml> {
         let found = *self
             .ggml
-            .get_or_init(|| Ggml::resolve(&|name| self.symbol(name)));
+            .get_or_init(|| Ggml::resolve(&|name| self.symbol(name), self.is_linked()));
         // Not while the cell is being filled: dlopen waits for constructors, which may wait
         // for the cell.
         if let Some(ggml) = found

@@ -18,6 +18,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use libc::{Elf64_Phdr, Elf64_Sym, PF_R, PF_W, PF_X, dl_phdr_info};
 
+use crate::loader::symbols;
+use crate::loader::view::{MOST_STEPS, Memory};
+
 /// The addresses and the name of an object. Two are equal when the same file is loaded at
 /// the same addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,33 +62,6 @@ struct Tables {
     relocations: Memory,
     plt_relocations: Memory,
 }
-
-/// Memory of a loaded object that may be read: a table, and what follows it in its part of the
-/// object.
-#[derive(Clone, Copy, Default)]
-struct Memory {
-    start: usize,
-    bytes: usize,
-}
-
-/// A type of which all bit patterns are valid.
-///
-/// # Safety
-///
-/// It consists of integers.
-unsafe trait Plain: Copy {}
-// SAFETY: integers.
-unsafe impl Plain for u16 {}
-// SAFETY: as above.
-unsafe impl Plain for u32 {}
-// SAFETY: as above.
-unsafe impl Plain for u64 {}
-// SAFETY: as above.
-unsafe impl Plain for usize {}
-// SAFETY: as above.
-unsafe impl Plain for Elf64_Sym {}
-// SAFETY: as above.
-unsafe impl<T: Plain, const N: usize> Plain for [T; N] {}
 
 /// A reference of an object to a name that it does not define.
 #[derive(Debug, Clone, Copy)]
@@ -142,75 +118,6 @@ type Relocation = [usize; 3];
 const R_X86_64_GLOB_DAT: u32 = 6;
 const R_X86_64_JUMP_SLOT: u32 = 7;
 
-/// Entries of a chain or a list that are read at most: damaged ones have no end, and the
-/// loader's lock is held meanwhile. Linkers make chains of a few entries.
-const MOST_STEPS: usize = 1 << 16;
-
-impl Memory {
-    fn is_empty(self) -> bool {
-        self.bytes == 0
-    }
-
-    /// Returns this memory without what follows its first bytes.
-    fn first(self, bytes: usize) -> Memory {
-        let bytes = bytes.min(self.bytes);
-        Memory { bytes, ..self }
-    }
-
-    /// Returns bytes at an offset; `None` if they are not all in this memory.
-    fn slice(&self, offset: usize, bytes: usize) -> Option<&[u8]> {
-        if self.is_empty() || bytes > self.bytes.checked_sub(offset)? {
-            return None;
-        }
-        // SAFETY: in a part of an object that is loaded and may be read.
-        Some(unsafe { std::slice::from_raw_parts((self.start + offset) as *const u8, bytes) })
-    }
-
-    /// Returns the value at an offset; `None` if it is not in this memory.
-    fn read<T: Plain>(&self, offset: usize) -> Option<T> {
-        let bytes = self.slice(offset, size_of::<T>())?;
-        // SAFETY: as many bytes as the type has, all of whose bit patterns are valid; tables may be
-        // aligned for less.
-        Some(unsafe { bytes.as_ptr().cast::<T>().read_unaligned() })
-    }
-
-    /// Returns an entry of a table.
-    fn entry<T: Plain>(&self, index: usize) -> Option<T> {
-        self.read(index.checked_mul(size_of::<T>())?)
-    }
-
-    /// Returns the entries of a table.
-    fn entries<T: Plain>(self) -> impl Iterator<Item = T> {
-        (0..).map_while(move |index| self.entry(index))
-    }
-
-    /// Returns the string at an offset; empty if it does not end in this memory, or is too long for
-    /// a path.
-    fn text(&self, offset: usize) -> &CStr {
-        let left = self.bytes.saturating_sub(offset);
-        let bytes = self.slice(offset, left.min(libc::PATH_MAX as usize));
-        let text = bytes.and_then(|bytes| CStr::from_bytes_until_nul(bytes).ok());
-        text.unwrap_or(c"")
-    }
-
-    /// Whether the string at an offset is this one.
-    fn has_text(&self, offset: usize, text: &CStr) -> bool {
-        let text = text.to_bytes_with_nul();
-        self.slice(offset, text.len()) == Some(text)
-    }
-
-    /// Returns the offsets of the entries of a list: each has, `field` bytes behind its start, the
-    /// distance to the next one, which is 0 in the last one.
-    fn list(self, first: usize, field: usize) -> impl Iterator<Item = usize> {
-        let next = move |at: &usize| match self.read::<u32>(at + field)? {
-            0 => None,
-            distance => Some(at + distance as usize),
-        };
-        let all = std::iter::successors(Some(first), next).take(MOST_STEPS);
-        all.take_while(move |at| *at < self.bytes)
-    }
-}
-
 /// Calls `visit` with each loaded object, in load order, until it returns false. No object
 /// is loaded or unloaded meanwhile.
 fn each(mut visit: impl FnMut(&dl_phdr_info) -> bool) {
@@ -254,6 +161,54 @@ pub fn place_of(address: usize) -> Option<Place> {
         found.is_none()
     });
     found
+}
+
+/// The main program, which stays loaded.
+pub struct Program {
+    /// Its addresses.
+    pub place: Place,
+    /// What is added to addresses in its file.
+    pub base: usize,
+    /// Its program headers.
+    pub headers: &'static [Elf64_Phdr],
+}
+
+/// Returns the main program.
+pub fn program() -> Option<Program> {
+    let mut found = None;
+    each(|info| {
+        let headers: *const [Elf64_Phdr] = headers(info);
+        found = Some(Program {
+            place: Place::of(info),
+            base: info.dlpi_addr as usize,
+            // SAFETY: the first object is the main program, which stays loaded.
+            headers: unsafe { &*headers },
+        });
+        false
+    });
+    found
+}
+
+impl Program {
+    /// Returns the addresses and the bytes of its code.
+    pub fn parts(&self) -> impl Iterator<Item = (usize, &'static [u8])> {
+        let access = PF_R | PF_X;
+        let is_code = move |h: &&Elf64_Phdr| h.p_type == libc::PT_LOAD && h.p_flags == access;
+        let parts = self.headers.iter().filter(is_code);
+        parts.map(|part| {
+            let start = self.base.wrapping_add(part.p_vaddr as usize);
+            // SAFETY: a part of the program that may be read, and is not written.
+            let bytes =
+                unsafe { std::slice::from_raw_parts(start as *const u8, part.p_memsz as usize) };
+            (start, bytes)
+        })
+    }
+
+    /// Returns bytes of its code at an address.
+    pub fn code(&self, address: usize, bytes: usize) -> Option<&'static [u8]> {
+        self.parts()
+            .find_map(|(start, part)| part.get(address.checked_sub(start)?..)?.get(..bytes))
+    }
 }
 
 /// Calls `work` with all loaded objects in load order; none is unloaded meanwhile.
@@ -427,11 +382,12 @@ fn headers(info: &dl_phdr_info) -> &[Elf64_Phdr] {
 }
 
 /// Returns the first address of the page of an address.
-fn page_of(address: usize) -> usize {
+pub fn page_of(address: usize) -> usize {
     address & !(page_bytes() - 1)
 }
 
-fn page_bytes() -> usize {
+/// Returns the size of a page.
+pub fn page_bytes() -> usize {
     // SAFETY: takes a constant.
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as usize }
 }
@@ -716,10 +672,18 @@ impl Object {
             .filter_map(|index| {
                 let symbol: Elf64_Sym = self.tables.symbols.entry(index)?;
                 let address = self.base.wrapping_add(symbol.st_value as usize);
-                // It may be called.
-                self.memory(address, PF_X)?;
                 is_definition(&symbol).then_some((index, address))
             })
+            .chain(self.linked(name))
+            // It may be called.
+            .filter(|(_, address)| self.memory(*address, PF_X).is_some())
+    }
+
+    /// Returns a function of the program that the loader does not know; its index is that of no symbol.
+    fn linked(&self, name: &CStr) -> Option<(usize, usize)> {
+        let is_program = self.name().is_empty();
+        let function = symbols::function(name).filter(|_| is_program)?;
+        Some((0, function.address))
     }
 
     /// Returns the symbols that may have a name, according to `DT_GNU_HASH`.
@@ -781,9 +745,6 @@ fn is_definition(symbol: &Elf64_Sym) -> bool {
 mod tests {
     use super::*;
     use std::hash::BuildHasher;
-
-    // SAFETY: integers.
-    unsafe impl Plain for Elf64_Phdr {}
 
     /// A library, laid out as the loader does, between pages that cannot be read.
     struct Image {

@@ -5,7 +5,7 @@
 //! that memory is freed, or that an evaluation runs, is unsafe: it is off where a call of its list cannot arrive.
 
 use crate::loader::caller::{Caller, Hook};
-use crate::loader::loaded;
+use crate::loader::{linked, loaded};
 
 /// What a capability must find to be safe.
 struct Needs {
@@ -117,10 +117,18 @@ impl Needs {
         let scheduler = || Caller::of(caller.symbol(Hook::SchedCompute.name()) as usize);
         let of_program = of_program.map(|hook| (caller, *hook));
         let of_scheduler = self.of_scheduler.iter().map(|hook| (scheduler(), *hook));
-        let mut needed = of_program.chain(of_scheduler);
-        let (object, hook) = needed.find(|(object, hook)| object.binds(*hook))?;
+        let of_program = of_program.map(|(object, hook)| (object, hook, object.unseen(hook)));
+        let of_scheduler = of_scheduler.map(|(object, hook)| {
+            // Within one file, a compiler may put a function into its callers, also if others call it.
+            let within = "the scheduler need not call it where ggml is linked into the program";
+            let unseen = object.is_linked().then_some(within);
+            (object, hook, unseen.or_else(|| object.unseen(hook)))
+        });
+        let mut unseen = of_program.chain(of_scheduler);
+        let (object, hook, why) =
+            unseen.find_map(|(object, hook, why)| Some((object, hook, why?)))?;
         Some(format!(
-            "{} calls its own {}, which the drop-in does not see and needs: use a build with shared libraries, without -Bsymbolic and link-time optimisation",
+            "{} calls its own {}, which the drop-in does not see and needs ({why}): use a build with shared libraries, without -Bsymbolic and link-time optimisation",
             String::from_utf8_lossy(
                 object
                     .name()
@@ -134,12 +142,16 @@ impl Needs {
 }
 
 impl Caller {
-    /// Whether this object defines a function and calls it past the loader.
-    fn binds(&self, hook: Hook) -> bool {
+    /// Returns why calls of a function that this object defines do not arrive, if so.
+    fn unseen(&self, hook: Hook) -> Option<&'static str> {
+        if self.is_linked() {
+            return linked::unseen(hook.name());
+        }
         let bound = loaded::look(|objects, _| {
             let object = objects.iter().find(|object| self.is(object))?;
             Some(object.defines(hook.name()) && object.reference(hook.name()).is_none())
         });
-        bound.flatten() == Some(true)
+        let is_bound = bound.flatten() == Some(true);
+        is_bound.then_some("the call does not go through the loader")
     }
 }

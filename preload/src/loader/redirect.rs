@@ -1,5 +1,7 @@
 //! Calls of loaded objects that go to a function of the drop-in.
 //!
+//! In a program that ggml is linked into, all calls of its function go there ([`linked`]).
+//!
 //! An exported name replaces a function in every program that loads this library, also in
 //! those without llama.cpp. A redirection changes the slots through which certain objects
 //! call a function, from when it is needed: `mmap` of one library, for example.
@@ -7,6 +9,7 @@
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::loader::linked;
 use crate::loader::loaded::{self, Object};
 
 /// A function whose calls are redirected.
@@ -52,6 +55,13 @@ impl Redirection {
         let installed = loaded::look(|objects, _| {
             let mut any = false;
             for object in objects.iter().filter(|object| chosen(object)) {
+                if object.name().is_empty()
+                    && let Some(function) = linked::redirected(self.name)
+                    && self.goes_on_to(function.real())
+                {
+                    function.set(to);
+                    any = true;
+                }
                 for slot in object.slots(self.name) {
                     let found = slot.get();
                     let function = match object.contains(found) {

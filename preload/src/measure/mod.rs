@@ -308,7 +308,7 @@ fn measure_device(
         if !host.is_null() {
             let buffer = OwnBuffer::for_tensor(ggml, host, F32, &extent, c"locked");
             if let Ok((_buffer, tensor)) = buffer {
-                found.locked = speed((ggml.f.ggml_get_data)(tensor).cast_const().cast());
+                found.locked = speed(ggml.data(tensor).cast_const().cast());
             }
         }
     }

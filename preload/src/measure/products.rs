@@ -243,10 +243,9 @@ impl Products {
         }
         let begun = Instant::now();
         // SAFETY: a live backend, and a graph whose tensors are in its memory.
-        let status = unsafe { (self.ggml.f.ggml_backend_graph_compute)(backend, self.graph) };
-        match status as u32 {
+        match unsafe { self.ggml.compute(backend, self.graph) } {
             STATUS_SUCCESS => Ok(begun.elapsed()),
-            _ => Err(format!("products fail with status {status}")),
+            status => Err(format!("products fail with status {status}")),
         }
     }
 }

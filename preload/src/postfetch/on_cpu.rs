@@ -298,9 +298,9 @@ impl OnCpu {
         unsafe {
             self.resize();
             // What this computes is no part of the program's graph.
-            let status = parts::aside(|| (f.ggml_backend_graph_compute)(self.cpu, self.graph));
-            if status as u32 != STATUS_SUCCESS {
-                return status as u32;
+            let status = parts::aside(|| self.ggml.compute(self.cpu, self.graph));
+            if status != STATUS_SUCCESS {
+                return status;
             }
             if !in_order {
                 (f.ggml_backend_synchronize)(backend);

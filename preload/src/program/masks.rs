@@ -35,8 +35,10 @@ const CHOICE_BIAS: &[&[u8]] = &[
 /// What names of masks end with.
 pub const MASK: &str = ".ffn_gate_inp.mask";
 
-static PRODUCT: Redirection = Redirection::of(c"ggml_mul_mat");
-static SUM: Redirection = Redirection::of(c"ggml_add");
+/// The products of which masks change some.
+pub static PRODUCT: Redirection = Redirection::of(c"ggml_mul_mat");
+/// The sums of which masks change some.
+pub static SUM: Redirection = Redirection::of(c"ggml_add");
 /// The copy of ggml whose calls are redirected.
 static GGML: AtomicPtr<Ggml> = AtomicPtr::new(std::ptr::null_mut());
 /// The masks of all models. A list: there are as many as layers.

@@ -172,8 +172,10 @@ fn read_shared(model: &Arc<Model>) {
 
 static MMAP: Redirection = Redirection::of(c"mmap");
 static MMAP64: Redirection = Redirection::of(c"mmap64");
-static SUPPORTS_OP: Redirection = Redirection::of(c"ggml_backend_dev_supports_op");
-static SET_WARMUP: Redirection = Redirection::of(c"llama_set_warmup");
+/// How libllama chooses buffers.
+pub static SUPPORTS_OP: Redirection = Redirection::of(c"ggml_backend_dev_supports_op");
+/// How programs begin and end a warm-up that reads all experts.
+pub static SET_WARMUP: Redirection = Redirection::of(c"llama_set_warmup");
 
 /// The copy of ggml whose `ggml_backend_dev_supports_op` is redirected; null before.
 static GGML: AtomicPtr<Ggml> = AtomicPtr::new(std::ptr::null_mut());

@@ -318,7 +318,7 @@ impl Capability for ExpertTrace {
 }
 
 /// The call of llama.cpp's programs after their warm-up.
-static RESET: Redirection = Redirection::of(c"llama_perf_context_reset");
+pub static RESET: Redirection = Redirection::of(c"llama_perf_context_reset");
 /// The most tokens of a warm-up: the first and the last one of a text.
 const WARM_UP_TOKENS: i64 = 2;
 
