@@ -74,6 +74,12 @@ pub fn llama_cpp_dl(program: &str) -> PathBuf {
     LlamaCpp::tested().program("-dl", program)
 }
 
+/// Where `cargo xtask hosts --build` puts a program of llama.cpp that all libraries of llama.cpp are linked into
+/// (`BUILD_SHARED_LIBS=OFF`).
+pub fn llama_cpp_linked(program: &str) -> PathBuf {
+    LlamaCpp::tested().program("-linked", program)
+}
+
 /// Where `cargo xtask hosts llama-server-older` puts a program of the older build.
 pub fn older_llama_cpp(program: &str) -> PathBuf {
     LlamaCpp::older().program("", program)

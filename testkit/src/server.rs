@@ -13,7 +13,7 @@ use ureq::Body;
 use ureq::http::Response;
 
 use crate::host::{DropIn, control, plain_command};
-pub use crate::llama_cpp::{LlamaCpp, llama_cpp, llama_cpp_dl, older_llama_cpp};
+pub use crate::llama_cpp::{LlamaCpp, llama_cpp, llama_cpp_dl, llama_cpp_linked, older_llama_cpp};
 
 /// The program that lends a machine's devices through RPC.
 pub const RPC_SERVER: &str = "ggml-rpc-server";

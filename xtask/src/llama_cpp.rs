@@ -5,7 +5,8 @@
 //! some programs are missing, only these are built, and the kept files stay.
 //!
 //! The second build opens ggml's backends as modules, as releases of llama.cpp do, and has the
-//! backend for RPC. Only ggml depends on that choice: its programs are those of the first build.
+//! backend for RPC. Only ggml depends on that choice: its programs are those of the first build. The third build has
+//! no shared libraries: everything is linked into its programs, as bindings for Rust do.
 
 use std::ffi::OsString;
 use std::fs;
@@ -14,7 +15,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
-use testkit::server::{LlamaCpp, RPC_SERVER, llama_cpp, llama_cpp_dl, older_llama_cpp};
+use testkit::server::{
+    LlamaCpp, RPC_SERVER, llama_cpp, llama_cpp_dl, llama_cpp_linked, older_llama_cpp,
+};
 
 use crate::archs;
 use crate::cmake::tools;
@@ -30,6 +33,8 @@ const PROGRAMS: [&str; 6] = [
     "llama-quantize",
     "llama-imatrix",
 ];
+/// What is built without shared libraries.
+const LINKED: [&str; 2] = ["llama-server", "llama-completion"];
 /// What is built of the older build.
 const OLDER: [&str; 1] = ["llama-server"];
 /// Threads of OpenMP spin while they wait, which takes the processors from other programs
@@ -64,10 +69,20 @@ const MODULES: [&str; 3] = [
     "-DGGML_RPC_RDMA=OFF",
 ];
 
+/// What the build without shared libraries adds. Functions that nothing calls are left out, as `rustc` does.
+const NO_LIBRARIES: [&str; 4] = [
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DCMAKE_C_FLAGS=-ffunction-sections",
+    "-DCMAKE_CXX_FLAGS=-ffunction-sections",
+    "-DCMAKE_EXE_LINKER_FLAGS=-Wl,--gc-sections",
+];
+
 /// What the first build takes on two cores.
 pub const MINUTES: u64 = 8;
 /// What the build with modules takes after it.
 pub const MINUTES_DL: u64 = 2;
+/// What the build without shared libraries takes.
+pub const MINUTES_LINKED: u64 = 8;
 
 /// Why a program is missing, if so.
 pub fn missing() -> Option<String> {
@@ -82,6 +97,11 @@ fn headers() -> PathBuf {
 /// Why a program of the build with modules is missing, if so.
 pub fn missing_dl() -> Option<String> {
     first_missing(llama_cpp_dl, &[RPC_SERVER]).or_else(|| first_missing(llama_cpp_dl, &PROGRAMS))
+}
+
+/// Why a program of the build without shared libraries is missing, if so.
+pub fn missing_linked() -> Option<String> {
+    first_missing(llama_cpp_linked, &LINKED)
 }
 
 /// Why the server of the older build is missing, if so.
@@ -113,12 +133,21 @@ fn unbuilt<'a>(build: fn(&str) -> PathBuf, programs: &[&'a str]) -> Vec<&'a str>
 pub fn make() -> Result<()> {
     let programs = unbuilt(llama_cpp, &PROGRAMS);
     let modules = unbuilt(llama_cpp_dl, &[RPC_SERVER]);
+    let linked = unbuilt(llama_cpp_linked, &LINKED);
     let headers = headers();
-    if !programs.is_empty() || !modules.is_empty() || archs::unbuilt() || !headers.exists() {
+    let is_built = programs.is_empty() && modules.is_empty() && linked.is_empty();
+    if !is_built || archs::unbuilt() || !headers.exists() {
         let package = LlamaCpp::tested();
         with_source(&package, |source| {
             build(source, &package, &[], &programs, &llama_cpp(""))?;
             build(source, &package, &MODULES, &modules, &llama_cpp_dl(""))?;
+            build(
+                source,
+                &package,
+                &NO_LIBRARIES,
+                &linked,
+                &llama_cpp_linked(""),
+            )?;
             // Another build may have other tests.
             if archs::unbuilt()
                 && let Err(reason) = archs::build(source)

@@ -96,6 +96,11 @@ const CHECKS: &[Check] = &[
         "dropin_limits",
     ),
     Check::programs(
+        "drop-in in programs that ggml is linked into",
+        "dropin_linked",
+    )
+    .unless(llama_cpp::missing_linked),
+    Check::programs(
         "drop-in while something happens to its program",
         "dropin_chaos",
     ),
@@ -416,6 +421,11 @@ fn set_up() -> Vec<(&'static str, u64)> {
             llama_cpp::missing_dl().is_some(),
             "llama.cpp from source, with modules",
             llama_cpp::MINUTES_DL,
+        ),
+        (
+            llama_cpp::missing_linked().is_some(),
+            "llama.cpp from source, without shared libraries",
+            llama_cpp::MINUTES_LINKED,
         ),
     ];
     let missing = parts.into_iter().filter(|(is_missing, ..)| *is_missing);

@@ -33,7 +33,13 @@ const BEGIN: &str = "<!-- hosts:begin -->\n";
 const END: &str = "<!-- hosts:end -->";
 
 /// Hosts that no other suite runs. The daily test compares their rows with the page.
-const DAILY: [&str; 3] = ["llama-cpp-python", "llama-completion", "llama-bench"];
+const DAILY: [&str; 5] = [
+    "llama-cpp-python",
+    "llama-completion",
+    "llama-bench",
+    subject::LINKED[0],
+    subject::LINKED[1],
+];
 
 /// Tests hosts, all of them without names, and writes their rows into the page.
 pub fn write(names: &[String]) -> Result<()> {

@@ -5,7 +5,9 @@ use std::process::Command;
 
 use testkit::host::{self, DropIn, Host};
 use testkit::ik_llama_cpp::{self, ik_llama_cpp, short_commit};
-use testkit::server::{LlamaCpp, Options, Server, llama_cpp, llama_cpp_dl, older_llama_cpp};
+use testkit::server::{
+    LlamaCpp, Options, Server, llama_cpp, llama_cpp_dl, llama_cpp_linked, older_llama_cpp,
+};
 use testkit::sim_ggml::SimGgml;
 
 use super::running::{PROMPT, Program, Running};
@@ -74,6 +76,8 @@ const SPLIT_MODES: &[&str] = &["layer", "tensor"];
 /// A text for llama-perplexity.
 const TEXT: &str = include_str!("../../../hosts/c/text.txt");
 
+/// Programs of llama.cpp without shared libraries.
+pub const LINKED: [&str; 2] = ["llama-server-linked", "llama-completion-linked"];
 /// The server of a build from before llama.cpp had an expert cache of its own.
 pub const OLDER: &str = "llama-server-older";
 /// Programs of ik_llama.cpp from source.
@@ -145,6 +149,21 @@ pub fn all() -> Vec<Subject> {
             has_own_cache: has_own_cache(name),
             split_modes: SPLIT_MODES,
             ..Subject::of(name_dl, name, &version, kind(llama_cpp_dl))
+        });
+    }
+    let version = format!("b{built}, BUILD_SHARED_LIBS=OFF");
+    for (name, title, kind) in [
+        (LINKED[0], "llama-server", Kind::Server(llama_cpp_linked)),
+        (
+            LINKED[1],
+            "llama-completion",
+            Kind::Completion(llama_cpp_linked),
+        ),
+    ] {
+        all.push(Subject {
+            missing: build::missing_linked(),
+            no_gpu: Some("a program without shared libraries loads no simulated GPU"),
+            ..Subject::of(name, title, &version, kind)
         });
     }
     let version = format!("b{}", LlamaCpp::older().build);

@@ -1,0 +1,184 @@
+//! The drop-in in a program that ggml is linked into: calls are seen at the functions, or a capability is off by name.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use testkit::fixtures::fixture;
+use testkit::host::{built, preload_library, without_settings};
+use testkit::process::before_exec;
+use testkit::server::llama_cpp_linked;
+
+/// A few tokens.
+const ARGUMENTS: [&str; 11] = [
+    "-p",
+    "one two",
+    "-n",
+    "3",
+    "-t",
+    "1",
+    "--temp",
+    "0",
+    "-no-cnv",
+    "--no-warmup",
+    "--ignore-eos",
+];
+
+/// The program with a mixture; no variable is set.
+fn completion(program: &Path) -> Command {
+    let mut command = Command::new(program);
+    command.arg("-m").arg(fixture("moe.gguf")).args(ARGUMENTS);
+    without_settings(&mut command);
+    command
+}
+
+fn program() -> PathBuf {
+    llama_cpp_linked("llama-completion")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// What the program prints alone.
+fn alone(program: &Path) -> String {
+    let output = completion(program).output().expect("it starts");
+    assert!(output.status.success(), "{output:?}");
+    text(&output.stdout)
+}
+
+/// Runs the program with capabilities on, after `set` in its process.
+fn with_drop_in(program: &Path, set: impl FnMut() -> bool + Send + Sync + 'static) -> Output {
+    let mut command = completion(program);
+    command
+        .env("LD_PRELOAD", preload_library())
+        .env("LLAMA_SIDECAR_HOTSWAP", "1")
+        .env("LLAMA_EXPERT_TRACE_STATS", "1")
+        .env("LLAMA_SIDECAR_LOG", "info");
+    before_exec(&mut command, set);
+    command.output().expect("it starts")
+}
+
+/// The same text, and these words in what the drop-in logs.
+fn same_and_logs(set: fn() -> bool, expected: &[&str]) {
+    let program = program();
+    let output = with_drop_in(&program, set);
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(text(&output.stdout), alone(&program));
+    let logged = text(&output.stderr);
+    for words in expected {
+        assert!(logged.contains(words), "{words}: {logged}");
+    }
+}
+
+/// What is logged where no code can be exchanged.
+const OFF: [&str; 1] = ["cannot be changed: the system forbids it"];
+
+fn limit(resource: libc::__rlimit_resource_t, most: u64) -> bool {
+    let limit = libc::rlimit {
+        rlim_cur: most,
+        rlim_max: most,
+    };
+    // SAFETY: a valid struct.
+    unsafe { libc::setrlimit(resource, &limit) == 0 }
+}
+
+#[test]
+fn a_program_that_may_write_no_file_lives() {
+    same_and_logs(|| limit(libc::RLIMIT_FSIZE, 0), &OFF);
+}
+
+/// `memfd_create` fails with EPERM.
+fn no_memory_files() -> bool {
+    const ALLOWED: u32 = 0x7fff_0000;
+    const ERRNO: u32 = 0x0005_0000;
+    let step = |code: u32, jt, jf, k| libc::sock_filter {
+        code: code as u16,
+        jt,
+        jf,
+        k,
+    };
+    // The number of the call is the first word of what a filter sees.
+    let mut steps = [
+        step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
+        step(
+            libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K,
+            0,
+            1,
+            libc::SYS_memfd_create as u32,
+        ),
+        step(
+            libc::BPF_RET | libc::BPF_K,
+            0,
+            0,
+            ERRNO | libc::EPERM as u32,
+        ),
+        step(libc::BPF_RET | libc::BPF_K, 0, 0, ALLOWED),
+    ];
+    let filter = libc::sock_fprog {
+        len: steps.len() as u16,
+        filter: steps.as_mut_ptr(),
+    };
+    // SAFETY: plain system calls with a valid filter.
+    unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+            && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &filter) == 0
+    }
+}
+
+#[test]
+fn a_program_without_files_in_memory_lives() {
+    same_and_logs(no_memory_files, &OFF);
+}
+
+#[test]
+fn a_program_whose_memory_never_becomes_executable_is_swapped() {
+    /// `PR_SET_MDWE` with `PR_MDWE_REFUSE_EXEC_GAIN`: systemd's `MemoryDenyWriteExecute`.
+    const SET_MDWE: libc::c_int = 65;
+    // SAFETY: takes numbers; fails on kernels before 6.3.
+    let set = || unsafe { libc::prctl(SET_MDWE, 1, 0, 0, 0) == 0 };
+    let mut probe = Command::new("true");
+    before_exec(&mut probe, set);
+    if probe.status().is_err() {
+        return testkit::skipped("the kernel has no PR_SET_MDWE");
+    }
+    same_and_logs(
+        set,
+        &["watching 302 tensors", "238 activations in 30 layers"],
+    );
+}
+
+#[test]
+fn doctor_says_what_works_and_run_says_what_a_stripped_program_lacks() {
+    let doctor = |program: &Path| {
+        let of = completion(program);
+        let output = Command::new(built("release/llama-sidecar"))
+            .args(["doctor", "--"])
+            .arg(program)
+            .args(of.get_args())
+            .output()
+            .expect("it starts");
+        (text(&output.stdout), text(&output.stderr), output.status)
+    };
+    let (found, _, status) = doctor(&program());
+    assert!(status.success(), "{found}");
+    for line in [
+        " of 26 reachable, at the functions: ggml is linked into the program\n",
+        "not reachable: ggml_backend_offload_op: ",
+        "trace works: 30 layers",
+        "streaming   works",
+        "hot-swap    works\n",
+    ] {
+        assert!(found.contains(line), "{line}: {found}");
+    }
+
+    let folder = tempfile::tempdir().expect("a folder");
+    let stripped = folder.path().join("llama-completion");
+    let mut strip = Command::new("strip");
+    strip.arg("-o").arg(&stripped).arg(program());
+    assert!(strip.status().expect("strip of gcc").success());
+    let output = with_drop_in(&stripped, || true);
+    assert_eq!(text(&output.stdout), alone(&program()));
+    let (_, why, status) = doctor(&stripped);
+    assert_eq!(status.code(), Some(1));
+    assert!(why.contains("a program that is not stripped"), "{why}");
+}
