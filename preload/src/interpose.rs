@@ -203,33 +203,51 @@ extern "C" fn see_linked() {
         &load::SUPPORTS_OP,
         &load::SET_WARMUP,
     ];
-    let panicked = std::panic::catch_unwind(|| {
-        if !lifecycle::is_on() {
+    if !is_any_set() {
+        return;
+    }
+    guarded(|| {
+        let Some(program) = linked::find(lifecycle::is_on) else {
             return;
-        }
+        };
         let hooks: Vec<&CStr> = Hook::ALL.iter().map(|hook| hook.name()).collect();
-        if linked::install(&hooks, &REDIRECTED.map(Redirection::name), route_linked) {
-            journal::note(|| Event::Linked {
-                functions: linked::entries()
-                    .map(|(name, unseen)| {
-                        let name = name.to_string_lossy().into_owned();
-                        (name, unseen.map(str::to_owned))
-                    })
-                    .collect(),
-            });
-            let opens = Hook::GgufInit.name();
-            if let Some(why) = linked::unseen(opens) {
-                logger::init();
-                ggml::passive(format_args!(
-                    "ggml is linked into this program, whose calls of {} are not seen: the function {why}",
-                    opens.to_string_lossy()
-                ));
-            }
+        let redirected = REDIRECTED.map(Redirection::name);
+        linked::install(&program, &hooks, &redirected, route_linked);
+        journal::note(|| Event::Linked {
+            functions: linked::entries()
+                .map(|(name, unseen)| {
+                    let name = name.to_string_lossy().into_owned();
+                    (name, unseen.map(str::to_owned))
+                })
+                .collect(),
+        });
+        let opens = Hook::GgufInit.name();
+        if let Some(why) = linked::unseen(opens) {
+            logger::init();
+            ggml::passive(format_args!(
+                "ggml is linked into this program, whose calls of {} are not seen: the function {why}",
+                opens.to_string_lossy()
+            ));
         }
     });
-    if panicked.is_err() {
-        lifecycle::disable();
+}
+
+/// Whether any variable of llama-sidecar may be set: no program without one has work to do. Allocates nothing.
+fn is_any_set() -> bool {
+    unsafe extern "C" {
+        static environ: *const *const c_char;
     }
+    // SAFETY: a list of strings that ends with null, read before any other thread of the program can exist.
+    unsafe {
+        let mut next = environ;
+        while !next.is_null() && !(*next).is_null() {
+            if CStr::from_ptr(*next).to_bytes().starts_with(b"LLAMA_") {
+                return true;
+            }
+            next = next.add(1);
+        }
+    }
+    false
 }
 
 fn destination(

@@ -231,12 +231,11 @@ impl Caller {
     }
 
     fn resolution(&self, name: &CStr) -> Resolution {
-        let this = this_library();
+        let (this, is_linked) = (this_library(), self.is_linked());
         let found = loaded::look(|objects, _| {
-            // An object without a slot for its own function calls it past the loader.
-            if let Some(object) = self.among(objects)
-                && let Some(own) = object.definition(name, None)
-                && object.reference(name).is_none()
+            // A program that ggml is linked into calls its own functions.
+            if is_linked
+                && let Some(own) = self.among(objects).and_then(|of| of.definition(name, None))
             {
                 return (Some(own), false, None);
             }

@@ -52,19 +52,23 @@ const BYTES: usize = 96;
 /// Where the moved instructions begin.
 const MOVED: usize = 24;
 
-/// Makes calls of functions of the program visible if ggml is linked into it: of those that `route` decides, and of
-/// those that may be [redirected](redirect). Called once, when this library is loaded: no thread of the program is in
-/// them yet. Returns whether ggml is linked into the program.
-pub fn install(routed: &[&'static CStr], redirected: &[&'static CStr], route: Route) -> bool {
-    let Some(program) = loaded::program() else {
-        return false;
-    };
-    if !symbols::read(program.headers, program.base) {
-        return false;
-    }
+/// Returns the program if ggml is linked into it and its calls are wanted. Allocates nothing for other programs.
+pub fn find(are_wanted: impl FnOnce() -> bool) -> Option<Program> {
+    let program = loaded::program()?;
+    symbols::read(program.headers, program.base, are_wanted).then_some(program)
+}
+
+/// Makes calls of functions of the program visible: of those that `route` decides, and of those that may be
+/// [redirected](redirected). Called once, when this library is loaded: no thread of the program is in them yet.
+pub fn install(
+    program: &Program,
+    routed: &[&'static CStr],
+    redirected: &[&'static CStr],
+    route: Route,
+) {
     let names = routed.iter().chain(redirected);
     let functions: Vec<_> = names.map(|name| (*name, symbols::function(name))).collect();
-    install_in(&program, &functions, routed.len(), route)
+    install_in(program, &functions, routed.len(), route);
 }
 
 fn install_in(
@@ -72,14 +76,15 @@ fn install_in(
     functions: &[(&'static CStr, Option<&Function>)],
     routed: usize,
     route: Route,
-) -> bool {
+) {
     let linked = Linked {
         entries: replace(program, functions),
         program: program.place,
         routed,
         route,
     };
-    LINKED.set(linked).is_ok()
+    // Set once: the only call.
+    let _ = LINKED.set(linked);
 }
 
 /// Returns why calls of a function of the program are not seen; `None` if they are, or if ggml is not linked into it.
@@ -197,25 +202,26 @@ fn stub_head(number: usize) -> Vec<u8> {
 
 /// Returns the addresses of functions that instructions of the program call, or jump to.
 fn called<'a>(program: &Program, functions: impl Iterator<Item = &'a Function>) -> BTreeSet<usize> {
+    /// Programs have many calls: most are of functions with another remainder.
+    const REMAINDERS: usize = 4096;
     let all: BTreeSet<usize> = functions.map(|function| function.address).collect();
-    let (Some(first), Some(last)) = (all.first(), all.last()) else {
-        return all;
-    };
+    let mut remainders = [false; REMAINDERS];
+    for address in &all {
+        remainders[address % REMAINDERS] = true;
+    }
     let mut found = BTreeSet::new();
     for (start, bytes) in program.parts() {
-        for (at, window) in bytes.windows(1 + JUMP).enumerate() {
-            // A call, a jump, or a conditional jump, which has two bytes before the distance.
-            let [before, opcode, distance @ ..] = window else {
+        // Each byte of the program: only the opcodes are compared.
+        let opcodes = bytes.iter().enumerate();
+        for (at, _) in opcodes.filter(|(_, opcode)| matches!(opcode, 0xe8 | 0xe9)) {
+            let distance = bytes
+                .get(at + 1..at + JUMP)
+                .and_then(|of| of.try_into().ok());
+            let Some(distance) = distance.map(i32::from_le_bytes) else {
                 continue;
             };
-            if !matches!((before, opcode), (_, 0xe8 | 0xe9) | (0x0f, 0x80..=0x8f)) {
-                continue;
-            }
-            let Ok(distance) = distance.try_into().map(i32::from_le_bytes) else {
-                continue;
-            };
-            let to = (start + at + 1 + JUMP).wrapping_add_signed(distance as isize);
-            if (*first..=*last).contains(&to) && all.contains(&to) {
+            let to = (start + at + JUMP).wrapping_add_signed(distance as isize);
+            if remainders[to % REMAINDERS] && all.contains(&to) {
                 found.insert(to);
             }
         }
@@ -446,7 +452,7 @@ mod tests {
             (c"none", None),
             (c"absent", Some(&absent)),
         ];
-        assert!(install_in(&program, &functions, 2, route));
+        install_in(&program, &functions, 2, route);
         let unseen: Vec<_> = functions.iter().map(|(name, _)| unseen(name)).collect();
         assert_eq!(
             unseen,

@@ -45,15 +45,29 @@ const GGML: &CStr = c"ggml_init";
 /// More functions than any llama.cpp has: a damaged table has no end.
 const MOST: usize = 1 << 16;
 
-/// Reads the functions of the program, with these program headers at this base. Returns whether it has ggml.
-pub fn read(headers: &[Elf64_Phdr], base: usize) -> bool {
+/// Reads the functions of the program, with these program headers at this base, if it has ggml and they are wanted.
+/// Returns whether it did. Allocates nothing in other programs.
+pub fn read(headers: &[Elf64_Phdr], base: usize, are_wanted: impl FnOnce() -> bool) -> bool {
     let found = || {
         let file = descriptors::open(std::fs::File::options().read(true), "/proc/self/exe").ok()?;
         // SAFETY: the kernel refuses writes to the file of a running program.
         let file = unsafe { Mmap::map(&file) }.ok()?;
-        functions(Memory::of(&file), headers, base)
+        let table = Table::of(Memory::of(&file), headers)?;
+        let has_ggml = table.functions().any(|(name, _)| name == GGML);
+        (has_ggml && are_wanted()).then(|| by_name(&table, base))
     };
-    let mut found = found().unwrap_or_default();
+    found().is_some_and(|found| PROGRAM.set(found).is_ok())
+}
+
+fn by_name(table: &Table, base: usize) -> Vec<Function> {
+    let functions = table.functions().take(MOST);
+    let mut found: Vec<_> = functions
+        .map(|(name, symbol)| Function {
+            name: name.to_owned(),
+            address: base.wrapping_add(symbol.st_value as usize),
+            bytes: symbol.st_size as usize,
+        })
+        .collect();
     found.sort_by(|a, b| a.name.cmp(&b.name));
     // Two copies of ggml in one program, whose functions have the same names.
     found.dedup_by(|next, kept| {
@@ -63,7 +77,7 @@ pub fn read(headers: &[Elf64_Phdr], base: usize) -> bool {
         }
         same
     });
-    PROGRAM.set(found).is_ok() && function(GGML).is_some()
+    found
 }
 
 /// Returns the function of the program of this name, if there is one.
@@ -74,37 +88,86 @@ pub fn function(name: &CStr) -> Option<&'static Function> {
     (found.address != 0).then_some(found)
 }
 
-/// Returns the functions of llama.cpp in the symbol table of a file; `None` if it is not that of these program headers.
-fn functions(file: Memory, headers: &[Elf64_Phdr], base: usize) -> Option<Vec<Function>> {
-    const SHT_SYMTAB: u32 = 2;
-    const STT_FUNC: u8 = 2;
-    let header: Elf64_Ehdr = file.read(0)?;
-    let parts = file.part(header.e_phoff, u64::MAX)?.entries::<Elf64_Phdr>();
-    let key = |of: &Elf64_Phdr| (of.p_type, of.p_vaddr, of.p_memsz);
-    if !parts
-        .take(headers.len())
-        .map(|of| key(&of))
-        .eq(headers.iter().map(key))
-    {
-        return None;
-    }
-    let sections = file.part(header.e_shoff, u64::MAX)?;
-    let mut all = sections.entries::<Elf64_Shdr>().take(header.e_shnum.into());
-    let symbols = all.find(|section| section.sh_type == SHT_SYMTAB)?;
-    let strings: Elf64_Shdr = sections.entry(symbols.sh_link as usize)?;
-    let strings = file.part(strings.sh_offset, strings.sh_size)?;
-    let symbols = file.part(symbols.sh_offset, symbols.sh_size)?;
-    let is_function = |of: &Elf64_Sym| of.st_info & 15 == STT_FUNC && of.st_value != 0;
-    let functions = symbols.entries::<Elf64_Sym>().filter(is_function);
-    let functions = functions.filter_map(|symbol| {
-        let at = symbol.st_name as usize;
-        let is_named = |prefix: &&[u8]| strings.slice(at, prefix.len()) == Some(prefix);
-        PREFIXES.iter().find(|prefix| is_named(prefix))?;
-        Some(Function {
-            name: strings.text(at).to_owned(),
-            address: base.wrapping_add(symbol.st_value as usize),
-            bytes: symbol.st_size as usize,
+/// The symbol table of a file.
+struct Table {
+    symbols: Memory,
+    strings: Memory,
+}
+
+impl Table {
+    /// Returns the table of a file; `None` if it has none, or not these program headers.
+    fn of(file: Memory, headers: &[Elf64_Phdr]) -> Option<Table> {
+        const SHT_SYMTAB: u32 = 2;
+        let header: Elf64_Ehdr = file.read(0)?;
+        let parts = file.part(header.e_phoff, u64::MAX)?;
+        let parts = parts.entries::<Elf64_Phdr>().take(headers.len());
+        let key = |of: &Elf64_Phdr| (of.p_type, of.p_vaddr, of.p_memsz);
+        if !parts.map(|of| key(&of)).eq(headers.iter().map(key)) {
+            return None;
+        }
+        let sections = file.part(header.e_shoff, u64::MAX)?;
+        let mut all = sections.entries::<Elf64_Shdr>().take(header.e_shnum.into());
+        let symbols = all.find(|section| section.sh_type == SHT_SYMTAB)?;
+        let strings: Elf64_Shdr = sections.entry(symbols.sh_link as usize)?;
+        Some(Table {
+            symbols: file.part(symbols.sh_offset, symbols.sh_size)?,
+            strings: file.part(strings.sh_offset, strings.sh_size)?,
         })
-    });
-    Some(functions.take(MOST).collect())
+    }
+
+    /// Returns the functions of llama.cpp.
+    fn functions(&self) -> impl Iterator<Item = (&CStr, Elf64_Sym)> {
+        const STT_FUNC: u8 = 2;
+        let symbols = self.symbols.entries::<Elf64_Sym>();
+        let functions = symbols.filter(|of| of.st_info & 15 == STT_FUNC && of.st_value != 0);
+        functions.filter_map(|symbol| {
+            let at = symbol.st_name as usize;
+            let begins = |prefix: &&[u8]| self.strings.slice(at, prefix.len()) == Some(prefix);
+            PREFIXES.iter().find(|prefix| begins(prefix))?;
+            Some((self.strings.text(at), symbol))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::hash::{BuildHasher, RandomState};
+
+    #[test]
+    fn damaged_tables_are_read_or_refused() {
+        let mut file = std::fs::read("/proc/self/exe").expect("this program");
+        let header: Elf64_Ehdr = Memory::of(&file).read(0).expect("a header");
+        let headers = Memory::of(&file).part(header.e_phoff, u64::MAX);
+        let headers = headers.expect("in the file").entries::<Elf64_Phdr>();
+        let headers: Vec<_> = headers.take(header.e_phnum.into()).collect();
+        let read = |file: &[u8]| {
+            let table = Table::of(Memory::of(file), &headers)?;
+            Some(by_name(&table, 0).len())
+        };
+        assert_eq!(read(&file), Some(0), "llama.cpp is not part of the tests");
+        assert_eq!(read(&file[..file.len() / 2]), None);
+        let sections = header.e_shoff as usize;
+        let rounds = match std::env::var_os("SIDECAR_LONG_TESTS") {
+            Some(_) => 20_000,
+            None => 200,
+        };
+        let fixed = RandomState::new();
+        let mut refused = 0;
+        for round in 0..rounds {
+            let random = |which: u32| fixed.hash_one((round, which)) as usize;
+            let place = match random(0) % 2 {
+                0 => random(1) % 64,
+                _ => sections + random(1) % (64 * usize::from(header.e_shnum)),
+            };
+            let bytes = (random(2) as u64).to_ne_bytes();
+            let bytes = &bytes[..[1, 2, 4, 8][random(3) % 4].min(file.len() - place)];
+            let before = file[place..][..bytes.len()].to_vec();
+            file[place..][..bytes.len()].copy_from_slice(bytes);
+            refused += usize::from(read(&file).is_none());
+            file[place..][..before.len()].copy_from_slice(&before);
+        }
+        assert!(refused > 10, "{refused}");
+        assert_eq!(read(&file), Some(0));
+    }
 }
