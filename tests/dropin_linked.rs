@@ -53,6 +53,7 @@ fn with_drop_in(program: &Path, set: impl FnMut() -> bool + Send + Sync + 'stati
         .env("LD_PRELOAD", preload_library())
         .env("LLAMA_SIDECAR_HOTSWAP", "1")
         .env("LLAMA_EXPERT_TRACE_STATS", "1")
+        .env("LLAMA_EXPERT_STREAM", "on")
         .env("LLAMA_SIDECAR_LOG", "info");
     before_exec(&mut command, set);
     command.output().expect("it starts")
@@ -145,6 +146,50 @@ fn a_program_whose_memory_never_becomes_executable_is_swapped() {
         set,
         &["watching 302 tensors", "238 activations in 30 layers"],
     );
+}
+
+/// In the copy, the symbol table lacks the function.
+fn without(function: &str, folder: &Path) -> PathBuf {
+    let copy = folder.join("llama-completion");
+    let mut command = Command::new("objcopy");
+    command.arg("--strip-symbol").arg(function);
+    command.arg(program()).arg(&copy);
+    assert!(command.status().expect("objcopy of gcc").success());
+    copy
+}
+
+/// In programs that evaluate on the CPU. A function that the drop-in calls itself is missing in each capability.
+#[test]
+fn a_capability_is_off_where_a_function_that_it_needs_is_not_seen() {
+    const SWAP: &str = "hot-swap stays off: the program calls its own ";
+    const TRACE: &str = "are not counted: the program calls its own ";
+    const STREAM: &str = "moe.gguf: the program calls its own ";
+    const ALL: [&str; 3] = [SWAP, TRACE, STREAM];
+    let expected = alone(&program());
+    for (function, off) in [
+        ("ggml_backend_sched_reserve", &[SWAP, TRACE][..]),
+        ("ggml_backend_sched_alloc_graph", &ALL),
+        ("ggml_backend_sched_graph_compute_async", &[SWAP, TRACE]),
+        ("ggml_backend_sched_free", &[]),
+        ("ggml_backend_buffer_free", &[]),
+        ("ggml_free", &[]),
+        ("gguf_init_from_file", &[]),
+    ] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let output = with_drop_in(&without(function, folder.path()), || true);
+        assert_eq!(text(&output.stdout), expected, "{function}");
+        let logged = text(&output.stderr);
+        for start in ALL {
+            let is_off = logged.contains(&format!("{start}{function}, "));
+            assert_eq!(is_off, off.contains(&start), "{function}: {logged}");
+        }
+        if off.is_empty() {
+            let named = logged.lines().any(|line| {
+                line.contains(function) && line.ends_with("hot-swap stays off in this program")
+            });
+            assert!(named, "{function}: {logged}");
+        }
+    }
 }
 
 #[test]

@@ -43,11 +43,13 @@ const STREAMING: Needs = Needs {
     of_scheduler: &[],
 };
 
-/// The expert trace: ids are read in the graph that was evaluated.
+/// The expert trace: ids are read in the graph that was evaluated. Its memory has the places of the graph that was
+/// reserved, where ids that are not marked there are overwritten.
 const TRACE: Needs = Needs {
     of_program: &[
         ENDS[0],
         ENDS[1],
+        Hook::SchedReserve,
         Hook::SchedAllocGraph,
         Hook::SchedCompute,
         Hook::SchedFree,
@@ -127,15 +129,13 @@ impl Needs {
         let mut unseen = of_program.chain(of_scheduler);
         let (object, hook, why) =
             unseen.find_map(|(object, hook, why)| Some((object, hook, why?)))?;
+        let path = object.name();
+        let name = match path.rsplit(|byte| *byte == b'/').next() {
+            None | Some([]) => "the program".into(),
+            Some(name) => String::from_utf8_lossy(name),
+        };
         Some(format!(
-            "{} calls its own {}, which the drop-in does not see and needs ({why}): use a build with shared libraries, without -Bsymbolic and link-time optimisation",
-            String::from_utf8_lossy(
-                object
-                    .name()
-                    .rsplit(|byte| *byte == b'/')
-                    .next()
-                    .unwrap_or_default()
-            ),
+            "{name} calls its own {}, which the drop-in does not see and needs ({why}): use a build with shared libraries, without -Bsymbolic and link-time optimisation",
             hook.name().to_string_lossy(),
         ))
     }
