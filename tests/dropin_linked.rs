@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use goblin::elf::{Elf, Sym};
 use testkit::fixtures::fixture;
 use testkit::host::{built, preload_library, without_settings};
 use testkit::process::before_exec;
@@ -190,6 +191,32 @@ fn a_capability_is_off_where_a_function_that_it_needs_is_not_seen() {
             assert!(named, "{function}: {logged}");
         }
     }
+}
+
+/// Linkers keep one of several functions with the same code: calls of the others must not be taken for its own.
+#[test]
+fn a_function_whose_code_has_another_name_counts_as_not_seen() {
+    const SHARED: &str = "ggml_backend_sched_reserve";
+    let bytes = std::fs::read(program()).expect("a program");
+    let elf = Elf::parse(&bytes).expect("an ELF file");
+    let is_named = |symbol: &Sym| elf.strtab.get_at(symbol.st_name) == Some(SHARED);
+    let symbol = elf.syms.iter().find(is_named).expect("the function");
+    let section = &elf.section_headers[symbol.st_shndx];
+    let section_name = elf.shdr_strtab.get_at(section.sh_name).expect("a name");
+    let offset = symbol.st_value - section.sh_addr;
+    let folder = tempfile::tempdir().expect("a folder");
+    let copy = folder.path().join("llama-completion");
+    let mut command = Command::new("objcopy");
+    command.arg("--add-symbol");
+    command.arg(format!("same_code={section_name}:{offset},function,global"));
+    command.arg(program()).arg(&copy);
+    assert!(command.status().expect("objcopy of gcc").success());
+    let output = with_drop_in(&copy, || true);
+    assert_eq!(text(&output.stdout), alone(&program()));
+    let logged = text(&output.stderr);
+    let why =
+        format!("{SHARED}, which the drop-in does not see and needs (has the code of another");
+    assert!(logged.contains(&why), "{logged}");
 }
 
 #[test]

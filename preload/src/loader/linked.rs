@@ -59,7 +59,7 @@ pub fn find(are_wanted: impl FnOnce() -> bool) -> Option<Program> {
 }
 
 /// Makes calls of functions of the program visible: of those that `route` decides, and of those that may be
-/// [redirected](redirected). Called once, when this library is loaded: no thread of the program is in them yet.
+/// [redirected](redirected). All have their arguments in integer registers, and one result. Called once, when this library is loaded: no thread of the program is in them yet.
 pub fn install(
     program: &Program,
     routed: &[&'static CStr],
@@ -135,6 +135,8 @@ impl Redirected {
 /// Replaces the start of each function that is called and has space for a jump.
 fn replace(program: &Program, functions: &[(&'static CStr, Option<&Function>)]) -> Vec<Entry> {
     const FAR: &str = "has no free memory near it";
+    /// All instructions are read, when the program starts.
+    const LONGEST: usize = 1 << 20;
     let called = called(
         program,
         functions.iter().filter_map(|(_, function)| *function),
@@ -147,12 +149,16 @@ fn replace(program: &Program, functions: &[(&'static CStr, Option<&Function>)]) 
             return Err("needs a processor with XSAVE");
         }
         let bytes = program.code(function.address, function.bytes);
-        let start = Start::of(
-            bytes.ok_or("is not in the code of the program")?,
-            function.address,
-        )?;
+        let bytes = bytes.ok_or("is not in the code of the program")?;
+        if bytes.len() > LONGEST {
+            return Err("is longer than a function of ggml");
+        }
+        let start = Start::of(bytes, function.address)?;
         if !called.contains(&function.address) {
             return Err("is called by no instruction, so it is part of its callers");
+        }
+        if function.is_shared {
+            return Err("has the code of another function, too");
         }
         let stub = place? + number * BYTES;
         let jump = (start.address, code::jump(start.address, stub).ok_or(FAR)?);

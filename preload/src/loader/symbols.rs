@@ -21,16 +21,18 @@ pub struct Function {
     pub address: usize,
     /// How many bytes it has.
     pub bytes: usize,
+    /// Whether a function of another name has the same code: the linker keeps one of several that are equal.
+    pub is_shared: bool,
 }
 
 #[cfg(test)]
 impl Function {
     pub fn new(address: usize, bytes: usize) -> Function {
-        let name = CString::default();
         Function {
-            name,
+            name: CString::default(),
             address,
             bytes,
+            is_shared: false,
         }
     }
 }
@@ -66,8 +68,18 @@ fn by_name(table: &Table, base: usize) -> Vec<Function> {
             name: name.to_owned(),
             address: base.wrapping_add(symbol.st_value as usize),
             bytes: symbol.st_size as usize,
+            is_shared: false,
         })
         .collect();
+    found.sort_by_key(|function| function.address);
+    for symbol in table.symbols() {
+        let address = base.wrapping_add(symbol.st_value as usize);
+        let first = found.partition_point(|function| function.address < address);
+        let same = found[first..].iter_mut();
+        for function in same.take_while(|function| function.address == address) {
+            function.is_shared |= function.name.as_c_str() != table.name(&symbol);
+        }
+    }
     found.sort_by(|a, b| a.name.cmp(&b.name));
     // Two copies of ggml in one program, whose functions have the same names.
     found.dedup_by(|next, kept| {
@@ -115,17 +127,26 @@ impl Table {
         })
     }
 
-    /// Returns the functions of llama.cpp.
-    fn functions(&self) -> impl Iterator<Item = (&CStr, Elf64_Sym)> {
+    /// Returns the functions of the file.
+    fn symbols(&self) -> impl Iterator<Item = Elf64_Sym> {
         const STT_FUNC: u8 = 2;
         let symbols = self.symbols.entries::<Elf64_Sym>();
-        let functions = symbols.filter(|of| of.st_info & 15 == STT_FUNC && of.st_value != 0);
-        functions.filter_map(|symbol| {
+        symbols.filter(|of| of.st_info & 15 == STT_FUNC && of.st_value != 0)
+    }
+
+    fn name(&self, symbol: &Elf64_Sym) -> &CStr {
+        self.strings.text(symbol.st_name as usize)
+    }
+
+    /// Returns the functions of llama.cpp.
+    fn functions(&self) -> impl Iterator<Item = (&CStr, Elf64_Sym)> {
+        let is_of_llama = |symbol: &Elf64_Sym| {
             let at = symbol.st_name as usize;
             let begins = |prefix: &&[u8]| self.strings.slice(at, prefix.len()) == Some(prefix);
-            PREFIXES.iter().find(|prefix| begins(prefix))?;
-            Some((self.strings.text(at), symbol))
-        })
+            PREFIXES.iter().any(begins)
+        };
+        let functions = self.symbols().filter(is_of_llama);
+        functions.map(|symbol| (self.name(&symbol), symbol))
     }
 }
 
