@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// How many minutes the checks take on two cores when only the project itself is to be built.
-const DAILY_MINUTES: u64 = 35;
+const DAILY_MINUTES: u64 = 70;
 /// How long the long form of the tests fuzzes.
 const FUZZ_MINUTES: u64 = 10;
 
