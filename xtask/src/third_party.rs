@@ -93,6 +93,11 @@ impl Package {
                 texts.insert(file.into_owned(), text);
             }
         }
+        if !texts.keys().any(|file| begins(file, LICENCES))
+            && let Some(text) = self.text_by_header()
+        {
+            texts.insert("LICENSE, by the header of src/lib.rs".into(), text);
+        }
         ensure!(
             texts.keys().any(|file| begins(file, LICENCES)),
             "{} has no text of its licence in {}: use a version that has one",
@@ -100,6 +105,21 @@ impl Package {
             self.folder.display()
         );
         Ok(texts)
+    }
+}
+
+impl Package {
+    /// The MIT licence with the copyright of the sources, if they begin with both (SPDX).
+    fn text_by_header(&self) -> Option<String> {
+        let source = std::fs::read_to_string(self.folder.join("src/lib.rs")).ok()?;
+        let mut lines = source.lines();
+        if self.licence != "MIT" || lines.next()? != "// SPDX-License-Identifier: MIT" {
+            return None;
+        }
+        let copyright = lines.next()?.strip_prefix("// ")?;
+        let is_one = copyright.starts_with("Copyright ");
+        let (_, terms) = include_str!("../../LICENSE").split_once("authors\n\n")?;
+        is_one.then(|| format!("MIT License\n\n{copyright}\n\n{}", terms.trim_end()))
     }
 }
 
@@ -180,6 +200,14 @@ mod tests {
         std::fs::write(folder.path().join("NOTICE"), "a notice").expect("free space");
         let error = package.texts().expect_err("a notice is no licence");
         assert!(error.to_string().contains("example 1.0.0 has no text"));
+        let source = folder.path().join("src/lib.rs");
+        std::fs::create_dir(source.parent().expect("a folder")).expect("free space");
+        let header =
+            "// SPDX-License-Identifier: MIT\n// Copyright (C) 2018 somebody\n\nfn f() {}\n";
+        std::fs::write(&source, header).expect("free space");
+        let texts = package.texts().expect("it has a header");
+        let text = &texts["LICENSE, by the header of src/lib.rs"];
+        assert!(text.starts_with("MIT License\n\nCopyright (C) 2018 somebody\n\nPermission"));
         std::fs::write(folder.path().join("license.md"), "a licence\r\n").expect("free space");
         let texts = package.texts().expect("it has one");
         assert_eq!(texts["license.md"], "a licence");
