@@ -203,11 +203,13 @@ mod tests {
         let source = folder.path().join("src/lib.rs");
         std::fs::create_dir(source.parent().expect("a folder")).expect("free space");
         let header =
-            "// SPDX-License-Identifier: MIT\n// Copyright (C) 2018 somebody\n\nfn f() {}\n";
+            "// SPDX-License-Identifier: MIT\n// Copyright (C) 2018 Example authors\n\nfn f() {}\n";
         std::fs::write(&source, header).expect("free space");
         let texts = package.texts().expect("it has a header");
         let text = &texts["LICENSE, by the header of src/lib.rs"];
-        assert!(text.starts_with("MIT License\n\nCopyright (C) 2018 somebody\n\nPermission"));
+        assert!(
+            text.starts_with("MIT License\n\nCopyright (C) 2018 Example authors\n\nPermission")
+        );
         std::fs::write(folder.path().join("license.md"), "a licence\r\n").expect("free space");
         let texts = package.texts().expect("it has one");
         assert_eq!(texts["license.md"], "a licence");
