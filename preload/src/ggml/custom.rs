@@ -13,14 +13,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
-use super::layout::{FusedOps, Ops, TensorLayout};
+use super::layout::{FusedOps, Ops, TensorLayout, in_context};
 use super::sys::Functions;
-use super::types::{Callback, Context, DEVICE_CPU, Device, InitParams, Tensor};
+use super::types::{Callback, Context, DEVICE_CPU, Device, DeviceByType, InitParams, Tensor};
 
 /// `GGML_TYPE_I32`.
 const I32: c_int = 26;
 /// The most bytes of parameters (`GGML_MAX_OP_PARAMS`).
 const PARAMETERS: usize = 64;
+/// Space for the tensors of a trial.
+const TENSORS: usize = 4;
 /// Recognisable user data.
 const USER_DATA: usize = 0x5aa5_1234_8765_a55a;
 
@@ -62,15 +64,12 @@ unsafe extern "C" fn count(
     CALLED.fetch_add(usize::from(data as usize == USER_DATA), Ordering::SeqCst);
 }
 
-/// `ggml_backend_dev_by_type`.
-type ByType = unsafe extern "C-unwind" fn(c_int) -> *mut Device;
-
 /// What shows the operation of a copy.
 pub enum Origin {
     /// Nodes that this function makes.
     Made(Make),
     /// ggml's headers; tried on the CPU, which this function finds.
-    Header(Option<ByType>),
+    Header(Option<DeviceByType>),
 }
 
 impl Origin {
@@ -82,7 +81,9 @@ impl Origin {
         unsafe {
             match std::mem::transmute::<*mut c_void, Option<Make>>(make) {
                 Some(make) => Origin::Made(make),
-                None => Origin::Header(std::mem::transmute::<*mut c_void, Option<ByType>>(by_type)),
+                None => Origin::Header(std::mem::transmute::<*mut c_void, Option<DeviceByType>>(
+                    by_type,
+                )),
             }
         }
     }
@@ -110,39 +111,26 @@ impl Custom {
         /// Elements of 32 bits, without memory; a view begins at the offset.
         const MANY: i64 = 1 << 50;
         const OFFSET: usize = 0x000a_5123_4876_55a8;
+        // A view has its offset there.
+        let at = layout.op + size_of::<c_int>();
         // SAFETY: the functions get the arguments of their headers. ggml has this operation, and the numbers before
         // it have names. The view is followed by another tensor.
-        unsafe {
+        let (op, has_offset) = in_context(f, TENSORS, |context| unsafe {
             let name = |op: &i32| CStr::from_ptr((f.ggml_op_name)(*op)) == c"MAP_CUSTOM1";
-            let op = (0..).find(name)?;
-            let overhead = (f.ggml_tensor_overhead)();
-            let mut memory = vec![0u128; (overhead * 4).div_ceil(16)];
-            let context = (f.ggml_init)(InitParams {
-                mem_size: overhead * 4,
-                mem_buffer: memory.as_mut_ptr().cast(),
-                no_alloc: true,
-            });
-            if context.is_null() {
-                return None;
-            }
+            let op = (0..).find(name);
             let all = (f.ggml_new_tensor)(context, I32, 1, [MANY].as_ptr());
             let view = (f.ggml_view_1d)(context, all, 1, OFFSET);
             (f.ggml_new_tensor)(context, I32, 1, [1].as_ptr());
-            // A view has its offset there.
-            let bytes = std::slice::from_raw_parts(view.cast::<u8>(), overhead);
-            let parameters = layout.op + size_of::<c_int>();
-            let is_offset = |at: &usize| bytes[*at..].starts_with(&OFFSET.to_ne_bytes());
-            let at = Some(parameters).filter(is_offset);
-            (f.ggml_free)(context);
-            // The function, one task, and the user data.
-            let words = [nothing as Callback as usize, 1, USER_DATA];
-            Some(Custom {
-                op,
-                at: at?,
-                parameters: words.into_iter().flat_map(usize::to_ne_bytes).collect(),
-                user_data: 16,
-            })
-        }
+            (op, layout.read::<usize>(view, at) == OFFSET)
+        })?;
+        // The function, one task, and the user data.
+        let words = [nothing as Callback as usize, 1, USER_DATA];
+        has_offset.then_some(Custom {
+            op: op?,
+            at,
+            parameters: words.into_iter().flat_map(usize::to_ne_bytes).collect(),
+            user_data: 16,
+        })
     }
 
     /// Whether the CPU calls the function of a node once, with its data.
@@ -189,19 +177,9 @@ impl Custom {
     /// Reads the operation from a node that ggml makes.
     fn of(make: Make, f: &Functions, layout: &TensorLayout) -> Option<Custom> {
         // SAFETY: the functions get the arguments of their headers. The node is followed by
-        // another tensor, so that `overhead` bytes from its start are in the memory, which has a
-        // value everywhere. The context is freed before its memory.
-        unsafe {
+        // another tensor, so that `overhead` bytes from its start are in the memory.
+        let (op, bytes) = in_context(f, TENSORS, |context| unsafe {
             let overhead = (f.ggml_tensor_overhead)();
-            let mut memory = vec![0u128; (overhead * 4).div_ceil(16)];
-            let context = (f.ggml_init)(InitParams {
-                mem_size: overhead * 4,
-                mem_buffer: memory.as_mut_ptr().cast(),
-                no_alloc: true,
-            });
-            if context.is_null() {
-                return None;
-            }
             let new = || (f.ggml_new_tensor)(context, I32, 1, [4i64].as_ptr());
             let ids = new();
             let user_data = USER_DATA as *mut c_void;
@@ -210,22 +188,23 @@ impl Custom {
             let size = (end as usize).wrapping_sub(node as usize).min(overhead);
             let op = layout.read(node, layout.op);
             let bytes = std::slice::from_raw_parts(node.cast::<u8>(), size).to_vec();
-            (f.ggml_free)(context);
-            let find = |value: usize| {
-                let mut words = bytes.windows(8);
-                words.position(|word| word == value.to_ne_bytes())
-            };
-            let at = find(nothing as Callback as usize)?;
-            let end = find(USER_DATA)? + 8;
-            let parameters = bytes.get(at..end)?.to_vec();
-            (parameters.len() <= PARAMETERS).then_some(Custom {
-                op,
-                at,
-                user_data: parameters.len() - 8,
-                parameters,
-            })
-        }
+            (op, bytes)
+        })?;
+        let find = |value: usize| {
+            let mut words = bytes.windows(8);
+            words.position(|word| word == value.to_ne_bytes())
+        };
+        let at = find(nothing as Callback as usize)?;
+        let end = find(USER_DATA)? + 8;
+        let parameters = bytes.get(at..end)?.to_vec();
+        (parameters.len() <= PARAMETERS).then_some(Custom {
+            op,
+            at,
+            user_data: parameters.len() - 8,
+            parameters,
+        })
     }
+
     /// Returns the offset of the parameters of operations in a tensor, and their bytes.
     pub fn parameters(&self) -> (usize, usize) {
         (self.at, PARAMETERS)

@@ -165,25 +165,35 @@ pub fn probe(
     f: &Functions,
     makers: Option<&FusedMakers>,
 ) -> Result<(TensorLayout, Ops), &'static str> {
+    // SAFETY: a live context with memory for so many tensors.
+    let probe = |context| unsafe { probe_in(f, makers, context) };
+    in_context(f, TENSORS, probe).unwrap_or(Err("no context"))
+}
+
+/// Calls `work` with a new context, whose memory for so many tensors has a value everywhere; `None` if there is no
+/// context.
+pub fn in_context<R>(
+    f: &Functions,
+    tensors: usize,
+    work: impl FnOnce(*mut Context) -> R,
+) -> Option<R> {
     // SAFETY: takes nothing.
-    let size = unsafe { (f.ggml_tensor_overhead)() } * TENSORS;
-    // Allocated here, so that every byte that is read has a value.
+    let size = unsafe { (f.ggml_tensor_overhead)() } * tensors;
     let mut memory = vec![0u128; size.div_ceil(16)];
     let params = InitParams {
         mem_size: size,
         mem_buffer: memory.as_mut_ptr().cast(),
         no_alloc: true,
     };
-    // SAFETY: all functions get the arguments of their headers; the context is freed once,
-    // before its memory.
+    // SAFETY: the arguments of the headers; the context is freed once, before its memory.
     unsafe {
         let context = (f.ggml_init)(params);
         if context.is_null() {
-            return Err("no context");
+            return None;
         }
-        let found = probe_in(f, makers, context);
+        let result = work(context);
         (f.ggml_free)(context);
-        found
+        Some(result)
     }
 }
 

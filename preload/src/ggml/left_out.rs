@@ -7,7 +7,9 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 
 use once_cell::sync::OnceCell;
 
-use super::types::{Backend, BufferType, Context, DEVICE_CPU, Device, Event, InitParams, Sched};
+use super::types::{
+    Backend, BufferType, Context, DEVICE_CPU, Device, DeviceByType, Event, InitParams, Sched,
+};
 
 /// `ggml_backend_event_synchronize`.
 static EVENT_SYNCHRONIZE: OnceCell<EventSynchronize> = OnceCell::new();
@@ -136,7 +138,7 @@ unsafe fn check_scheduler(symbol: &dyn Fn(&CStr) -> *mut c_void) -> Result<(), &
     unsafe {
         find! {
             symbol,
-            ggml_backend_dev_by_type: unsafe extern "C-unwind" fn(c_int) -> *mut Device;
+            ggml_backend_dev_by_type: DeviceByType;
             ggml_backend_dev_init: unsafe extern "C-unwind" fn(*mut Device, *const c_char) -> *mut Backend;
             ggml_backend_free: unsafe extern "C-unwind" fn(*mut Backend);
             ggml_backend_sched_new: New;

@@ -71,6 +71,8 @@ pub const F32: c_int = 0;
 pub const I32: c_int = 26;
 /// `GGML_BACKEND_DEVICE_TYPE_CPU`.
 pub const DEVICE_CPU: c_int = 0;
+/// `ggml_backend_dev_by_type`, which a ggml without devices does not have.
+pub type DeviceByType = unsafe extern "C-unwind" fn(c_int) -> *mut Device;
 /// `GGML_BACKEND_DEVICE_TYPE_GPU`.
 pub const DEVICE_GPU: c_int = 1;
 /// `GGML_BACKEND_DEVICE_TYPE_IGPU`.

@@ -19,7 +19,8 @@ use sidecar_core::protocol::{Event, Measure, Measured, OnDevice, OnProcessor, Re
 use sidecar_core::text;
 
 use crate::ggml::{
-    Backend, BufferType, DEVICE_CPU, DEVICE_GPU, DEVICE_IGPU, Device, F32, Ggml, OwnBuffer, Tensor,
+    Backend, BufferType, DEVICE_CPU, DEVICE_GPU, DEVICE_IGPU, Device, DeviceByType, F32, Ggml,
+    OwnBuffer, Tensor,
 };
 use crate::process::journal;
 use crate::program::capability::Capability;
@@ -157,8 +158,7 @@ impl Processor {
                 let set_threads = need(c"ggml_backend_cpu_set_n_threads")?;
                 (std::ptr::null_mut(), init(), set_threads)
             } else {
-                type ByType = unsafe extern "C-unwind" fn(c_int) -> *mut Device;
-                let device = std::mem::transmute::<*mut c_void, ByType>(by_type)(DEVICE_CPU);
+                let device = std::mem::transmute::<*mut c_void, DeviceByType>(by_type)(DEVICE_CPU);
                 if device.is_null() {
                     return Err("the program's ggml has no backend for the processor".into());
                 }
