@@ -72,26 +72,41 @@ fn executable(maps: &[u8]) -> BTreeSet<PathBuf> {
 /// Returns a line with the number of reachable hooks of a program that ggml is linked into, and a line for each cause
 /// why others are not reachable. `functions` are those hooks, each with the cause if it is not reachable.
 pub fn describe_linked(functions: &[(String, Option<String>)]) -> Vec<String> {
-    let mut causes: Vec<(&str, Vec<&str>)> = Vec::new();
-    let unseen = functions
-        .iter()
-        .filter_map(|(name, why)| Some((name, why.as_deref()?)));
-    // The drop-in defines this one, and the program calls none.
-    let unseen = unseen.filter(|(name, _)| *name != DEFINED_BY_DROP_IN);
-    for (name, why) in unseen.clone() {
-        match causes.iter_mut().find(|(known, _)| *known == why) {
-            Some((_, names)) => names.push(name),
-            None => causes.push((why, vec![name])),
+    let mut causes = Causes::default();
+    let mut reached = functions.len();
+    for (name, why) in functions {
+        let Some(why) = why else { continue };
+        // The drop-in defines this one, and the program calls none.
+        if name != DEFINED_BY_DROP_IN {
+            causes.add(why.clone(), name);
+            reached -= 1;
         }
     }
-    let reached = functions.len() - unseen.count();
-    let mut lines = vec![format!(
+    let first = format!(
         "{reached} of {} reachable, at the functions: ggml is linked into the program",
         functions.len()
-    )];
-    let causes = causes.iter();
-    lines.extend(causes.map(|(why, names)| format!("not reachable: {}: {why}", names.join(", "))));
-    lines
+    );
+    [first].into_iter().chain(causes.lines()).collect()
+}
+
+/// Why hooks are not reachable: each cause, and the functions that it affects.
+#[derive(Default)]
+struct Causes<'a>(Vec<(String, Vec<&'a str>)>);
+
+impl<'a> Causes<'a> {
+    fn add(&mut self, cause: String, name: &'a str) {
+        match self.0.iter_mut().find(|(known, _)| *known == cause) {
+            Some((_, names)) => names.push(name),
+            None => self.0.push((cause, vec![name])),
+        }
+    }
+
+    fn lines(&self) -> impl Iterator<Item = String> {
+        let line = |(cause, names): &(String, Vec<&str>)| {
+            format!("not reachable: {}: {cause}", names.join(", "))
+        };
+        self.0.iter().map(line)
+    }
 }
 
 /// Returns a line with the number of reachable hooks, and a line for each cause why others are
@@ -114,8 +129,7 @@ pub fn describe(preload: &Path, files: &BTreeSet<PathBuf>) -> Vec<String> {
         |hook: &&String| called(hook) && (*hook == DEFINED_BY_DROP_IN || exported(hook).is_some());
     let (reached, rest): (Vec<&String>, Vec<&String>) = hooks.iter().partition(is_reached);
     let mut lines = vec![format!("{} of {} reachable", reached.len(), hooks.len())];
-    // Each cause, and the functions that it affects.
-    let mut causes: Vec<(String, Vec<&str>)> = Vec::new();
+    let mut causes = Causes::default();
     let mut nowhere = Vec::new();
     for hook in rest {
         let Some(library) = exported(hook) else {
@@ -131,10 +145,7 @@ pub fn describe(preload: &Path, files: &BTreeSet<PathBuf>) -> Vec<String> {
             "no library calls it through the loader: the program finds it with dlsym, or {} binds its own calls (-Bsymbolic)",
             library.name()
         );
-        match causes.iter_mut().find(|(known, _)| *known == cause) {
-            Some((_, names)) => names.push(hook),
-            None => causes.push((cause, vec![hook])),
-        }
+        causes.add(cause, hook);
     }
     for library in libraries
         .iter()
@@ -144,13 +155,10 @@ pub fn describe(preload: &Path, files: &BTreeSet<PathBuf>) -> Vec<String> {
             "linked into {} and not exported: use a build with shared libraries (cmake -DBUILD_SHARED_LIBS=ON)",
             library.name()
         );
-        causes.push((cause, library.inside.iter().map(String::as_str).collect()));
+        let names = library.inside.iter().map(String::as_str);
+        causes.0.push((cause, names.collect()));
     }
-    lines.extend(
-        causes
-            .iter()
-            .map(|(cause, names)| format!("not reachable: {}: {cause}", names.join(", "))),
-    );
+    lines.extend(causes.lines());
     if !nowhere.is_empty() {
         let what = match reached.is_empty() {
             true => "in no library",
