@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, control, hash};
-use testkit::process::{before_exec, memory};
+use testkit::process::{before_exec, limit, memory};
 
 /// What the host writes; its answer has a hash of all logits.
 const EVALUATE: &str = "force 4";
@@ -52,15 +52,6 @@ fn of_program(set: fn() -> bool) -> String {
     let expected = hash(&host.ask(EVALUATE));
     assert_eq!(host.end(), Some(0));
     expected
-}
-
-fn limit(resource: libc::__rlimit_resource_t, most: u64) -> bool {
-    let limit = libc::rlimit {
-        rlim_cur: most,
-        rlim_max: most,
-    };
-    // SAFETY: a valid struct.
-    unsafe { libc::setrlimit(resource, &limit) == 0 }
 }
 
 /// Makes standard error a pipe without a reader.

@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 use goblin::elf::{Elf, Sym};
 use testkit::fixtures::fixture;
 use testkit::host::{built, preload_library, without_settings};
-use testkit::process::before_exec;
+use testkit::process::{before_exec, limit};
 use testkit::server::llama_cpp_linked;
 
 /// A few tokens.
@@ -75,15 +75,6 @@ fn same_and_logs(set: fn() -> bool, expected: &[&str]) {
 /// What is logged where no code can be exchanged.
 const OFF: [&str; 1] = ["cannot be changed: the system forbids it"];
 
-fn limit(resource: libc::__rlimit_resource_t, most: u64) -> bool {
-    let limit = libc::rlimit {
-        rlim_cur: most,
-        rlim_max: most,
-    };
-    // SAFETY: a valid struct.
-    unsafe { libc::setrlimit(resource, &limit) == 0 }
-}
-
 #[test]
 fn a_program_that_may_write_no_file_lives() {
     same_and_logs(|| limit(libc::RLIMIT_FSIZE, 0), &OFF);
@@ -149,12 +140,11 @@ fn a_program_whose_memory_never_becomes_executable_is_swapped() {
     );
 }
 
-/// In the copy, the symbol table lacks the function.
-fn without(function: &str, folder: &Path) -> PathBuf {
+/// Makes a copy of the program with another symbol table, by an option of `objcopy`.
+fn copied(option: &[&str], folder: &Path) -> PathBuf {
     let copy = folder.join("llama-completion");
     let mut command = Command::new("objcopy");
-    command.arg("--strip-symbol").arg(function);
-    command.arg(program()).arg(&copy);
+    command.args(option).arg(program()).arg(&copy);
     assert!(command.status().expect("objcopy of gcc").success());
     copy
 }
@@ -177,7 +167,8 @@ fn a_capability_is_off_where_a_function_that_it_needs_is_not_seen() {
         ("gguf_init_from_file", &[]),
     ] {
         let folder = tempfile::tempdir().expect("a folder");
-        let output = with_drop_in(&without(function, folder.path()), || true);
+        let copy = copied(&["--strip-symbol", function], folder.path());
+        let output = with_drop_in(&copy, || true);
         assert_eq!(text(&output.stdout), expected, "{function}");
         let logged = text(&output.stderr);
         for start in ALL {
@@ -205,12 +196,8 @@ fn a_function_whose_code_has_another_name_counts_as_not_seen() {
     let section_name = elf.shdr_strtab.get_at(section.sh_name).expect("a name");
     let offset = symbol.st_value - section.sh_addr;
     let folder = tempfile::tempdir().expect("a folder");
-    let copy = folder.path().join("llama-completion");
-    let mut command = Command::new("objcopy");
-    command.arg("--add-symbol");
-    command.arg(format!("same_code={section_name}:{offset},function,global"));
-    command.arg(program()).arg(&copy);
-    assert!(command.status().expect("objcopy of gcc").success());
+    let symbol = format!("same_code={section_name}:{offset},function,global");
+    let copy = copied(&["--add-symbol", &symbol], folder.path());
     let output = with_drop_in(&copy, || true);
     assert_eq!(text(&output.stdout), alone(&program()));
     let logged = text(&output.stderr);
@@ -244,10 +231,7 @@ fn doctor_says_what_works_and_run_says_what_a_stripped_program_lacks() {
     }
 
     let folder = tempfile::tempdir().expect("a folder");
-    let stripped = folder.path().join("llama-completion");
-    let mut strip = Command::new("strip");
-    strip.arg("-o").arg(&stripped).arg(program());
-    assert!(strip.status().expect("strip of gcc").success());
+    let stripped = copied(&["--strip-all"], folder.path());
     let output = with_drop_in(&stripped, || true);
     assert_eq!(text(&output.stdout), alone(&program()));
     let (_, why, status) = doctor(&stripped);

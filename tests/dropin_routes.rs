@@ -4,7 +4,6 @@ mod hosts;
 mod small;
 
 use std::collections::BTreeMap;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -14,6 +13,7 @@ use serde_json::Value;
 use sidecar_core::trace::{NOT_ROUTED, RouteReader, RouteRecord};
 use testkit::fixtures::{cache, fixture};
 use testkit::host::{DropIn, Host, Program, built};
+use testkit::process::{before_exec, limit};
 use testkit::skipped;
 
 /// Routes to a path, with warnings and errors in the log.
@@ -274,19 +274,7 @@ fn a_disk_without_space_is_reported_once_and_changes_nothing() {
     // Space for some tokens: those are in the file, and its end is whole.
     let most = 4000;
     let (mut host, text) = started(&path, |command| {
-        let limit = libc::rlimit {
-            rlim_cur: most,
-            rlim_max: most,
-        };
-        let limited = move || {
-            // SAFETY: a plain system call.
-            match unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &limit) } {
-                0 => Ok(()),
-                _ => Err(std::io::Error::last_os_error()),
-            }
-        };
-        // SAFETY: the function only makes a system call.
-        unsafe { command.pre_exec(limited) };
+        before_exec(command, move || limit(libc::RLIMIT_FSIZE, most));
     });
     assert_eq!(text, before);
     host.ask("more 10");

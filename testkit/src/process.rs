@@ -79,6 +79,16 @@ pub fn allow_many_open_files() {
     }
 }
 
+/// Limits a resource of this process, and of those that it starts; one system call. Returns whether that was permitted.
+pub fn limit(resource: libc::__rlimit_resource_t, most: u64) -> bool {
+    let limit = libc::rlimit {
+        rlim_cur: most,
+        rlim_max: most,
+    };
+    // SAFETY: a valid struct.
+    unsafe { libc::setrlimit(resource, &limit) == 0 }
+}
+
 /// Returns the processes that have a variable, `NAME=VALUE`, in their environment.
 pub fn with_variable(variable: &str) -> Vec<u32> {
     let entries = std::fs::read_dir("/proc").expect("Linux").flatten();
