@@ -106,9 +106,7 @@ impl Package {
         );
         Ok(texts)
     }
-}
 
-impl Package {
     /// The MIT licence with the copyright of the sources, if they begin with both (SPDX).
     fn text_by_header(&self) -> Option<String> {
         let source = std::fs::read_to_string(self.folder.join("src/lib.rs")).ok()?;

@@ -759,16 +759,10 @@ mod tests {
     impl Image {
         fn of(path: &str) -> Image {
             let file = std::fs::read(path).expect("a library");
-            let file = Memory {
-                start: file.as_ptr() as usize,
-                bytes: file.len(),
-            };
-            let first = file.read::<u64>(32).expect("a header") as usize;
+            let file = Memory::of(&file);
+            let first = file.read(32).expect("a header");
             let count = file.read::<u16>(56).expect("a header").into();
-            let headers = Memory {
-                start: file.start + first,
-                bytes: file.bytes - first,
-            };
+            let headers = file.part(first, u64::MAX).expect("in the file");
             let headers: Vec<Elf64_Phdr> = headers.entries().take(count).collect();
             let parts = || headers.iter().filter(|h| h.p_type == libc::PT_LOAD);
             let end = parts().map(|part| part.p_vaddr + part.p_memsz).max();
