@@ -178,12 +178,14 @@ impl Custom {
     fn of(make: Make, f: &Functions, layout: &TensorLayout) -> Option<Custom> {
         // SAFETY: the functions get the arguments of their headers. The node is followed by
         // another tensor, so that `overhead` bytes from its start are in the memory.
+        // Read once: a function can have several addresses in one program.
+        let function: Callback = std::hint::black_box(nothing);
         let (op, bytes) = in_context(f, TENSORS, |context| unsafe {
             let overhead = (f.ggml_tensor_overhead)();
             let new = || (f.ggml_new_tensor)(context, I32, 1, [4i64].as_ptr());
             let ids = new();
             let user_data = USER_DATA as *mut c_void;
-            let node = make(context, ids, nothing, 1, user_data);
+            let node = make(context, ids, function, 1, user_data);
             let end = new();
             let size = (end as usize).wrapping_sub(node as usize).min(overhead);
             let op = layout.read(node, layout.op);
@@ -194,7 +196,7 @@ impl Custom {
             let mut words = bytes.windows(8);
             words.position(|word| word == value.to_ne_bytes())
         };
-        let at = find(nothing as Callback as usize)?;
+        let at = find(function as usize)?;
         let end = find(USER_DATA)? + 8;
         let parameters = bytes.get(at..end)?.to_vec();
         (parameters.len() <= PARAMETERS).then_some(Custom {
