@@ -218,6 +218,35 @@ mod tests {
     }
 
     #[test]
+    fn a_function_of_one_jump_and_targets_beyond_2_gib() {
+        let start = |bytes: &[u8]| Start::of(bytes, 0x1000).map_err(str::to_owned);
+        // jmp to 0x2000: it calls another function. Not the short form.
+        let one = [0xe9, 0xfb, 0x0f, 0, 0];
+        let moved = start(&one).and_then(|one| Ok(one.moved(0x3000)?));
+        assert_eq!(
+            moved.expect("near")[..JUMP],
+            jump(0x3000, 0x2000).expect("near")
+        );
+        assert_eq!(
+            refused(&[0xeb, 0x40, 0xcc, 0xcc, 0xcc, 0xcc]),
+            "has no space for a jump at its start"
+        );
+        // A jump reaches all addresses through a pointer: jmp [rip + ...].
+        const FAR: usize = 1 << 40;
+        let moved = start(&one).and_then(|one| Ok(one.moved(FAR)?));
+        let moved = moved.expect("a pointer");
+        assert_eq!(moved[..2], [0xff, 0x25]);
+        assert!(moved.ends_with(&0x1005_u64.to_le_bytes()), "{moved:x?}");
+        // An operand does not: cmp dword ptr [rip + 16], 0; ret
+        let operand = [0x83, 0x3d, 16, 0, 0, 0, 0, 0xc3];
+        let moved = start(&operand).and_then(|operand| Ok(operand.moved(FAR)?));
+        assert_eq!(
+            moved.expect_err("too far"),
+            "begins with instructions that cannot be moved"
+        );
+    }
+
+    #[test]
     fn code_is_exchanged_and_never_writable() {
         let page = page_bytes();
         let here = page_bytes as *const () as usize;
