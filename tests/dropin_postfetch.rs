@@ -773,6 +773,25 @@ fn slots_with_a_callback_and_with_two_contexts() {
     }
 }
 
+/// A context that is made later has the memory that slots took, and the slots are made again with what it leaves.
+#[test]
+fn a_context_that_is_made_later_has_its_memory() {
+    let commands = [
+        "prompt 40",
+        "hashes 6",
+        "context 2048",
+        "hashes 6",
+        "both 4",
+    ];
+    let small = |setup: Setup| setup.device("SIM_GGML_MEMORY_MB", "200");
+    let alone = small(offloaded()).run(&commands).answers;
+    for slots in [cached, cached_beside_cpu] {
+        let run = small(slots("51")).run(&commands);
+        assert_eq!(run.answers, alone);
+        assert!(count(&run.figures, "cache_slots") > 0, "{}", run.figures);
+    }
+}
+
 /// A swap drops what is in the slots.
 #[test]
 fn swaps_of_experts_that_stay_on_the_device() {

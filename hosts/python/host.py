@@ -182,11 +182,11 @@ def look_at_outputs(tensor, ask, layer):
 class Context:
     """One llama_context and the text it is writing."""
 
-    def __init__(self, model):
+    def __init__(self, model, tokens=option("tokens")):
         params = llama.llama_context_default_params()
         assert params.words[0] == 512 and list(params.words[7:9]) == [4, 4]
         params.words[0] = 256  # n_ctx
-        if tokens := option("tokens"):
+        if tokens:
             # n_ctx, n_batch, n_ubatch
             params.words[0] = params.words[1] = params.words[2] = int(tokens)
         if sequences := option("sequences"):
@@ -309,6 +309,10 @@ class Host:
         simulation = c.CDLL(os.environ["GGML_BACKEND_PATH"])
         assert simulation.sim_ggml_report(path.encode())
         return "written"
+
+    def context(self, tokens):
+        self.contexts.append(Context(self.model, tokens))
+        return "made"
 
     def both(self, count):
         if len(self.contexts) == 1:

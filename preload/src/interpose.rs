@@ -515,9 +515,16 @@ unsafe extern "C-unwind" fn buffer_alloc(buft: *mut BufferType, bytes: usize) ->
     let (call, _inside) = entered();
     let f = &call.ggml.f;
     let mut allocation = None;
-    // SAFETY: the type of the call.
-    if !buft.is_null() && unsafe { (f.ggml_backend_buft_is_host)(buft) } {
-        guarded(|| allocation = streaming::make_room(bytes as u64));
+    if !buft.is_null() {
+        // SAFETY: the type of the call.
+        guarded(|| match unsafe { (f.ggml_backend_buft_is_host)(buft) } {
+            true => allocation = streaming::make_room(bytes as u64),
+            false => {
+                // SAFETY: the type of the call.
+                let device = unsafe { (f.ggml_backend_buft_get_device)(buft) };
+                postfetch::make_room(call.ggml, device, bytes as u64);
+            }
+        });
     }
     let real = meant!(call, *mut BufferType, usize);
     // SAFETY: the arguments of the call.

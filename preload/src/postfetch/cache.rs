@@ -132,8 +132,6 @@ impl Cache {
                 limit = limit / 4 * 3;
                 continue;
             };
-            let memory = layers.iter().flat_map(|layer| &layer.roles);
-            let bytes: u64 = memory.map(|role| role.memory.size()).sum();
             let mut cache = Cache {
                 layers,
                 device: device as usize,
@@ -141,6 +139,7 @@ impl Cache {
                 link_time: Duration::ZERO,
                 choices: BTreeMap::new(),
             };
+            let bytes = cache.bytes();
             FIGURES.note_cache(bytes, cache.slots());
             for layer in &cache.layers {
                 FIGURES.note_layer(CacheLayer {
@@ -273,6 +272,17 @@ impl Cache {
         }
     }
 
+    /// Returns the memory of its slots.
+    pub fn bytes(&self) -> u64 {
+        let roles = self.layers.iter().flat_map(|layer| &layer.roles);
+        roles.map(|role| role.memory.size()).sum()
+    }
+
+    /// Whether its slots are on a device.
+    pub fn is_on(&self, device: *mut Device) -> bool {
+        self.device == device as usize
+    }
+
     /// Returns the number of slots of the layer that has the fewest.
     pub fn slots(&self) -> usize {
         let slots = self.layers.iter().map(|layer| layer.experts.slots());
@@ -320,7 +330,7 @@ impl Cache {
             (role.weight.0, role.ty) == (*matrix, ty)
         };
         let same = roles.len() == matrices.len() && roles.iter().zip(matrices).all(is_role);
-        (same && self.device == device as usize).then_some(at)
+        (same && self.is_on(device)).then_some(at)
     }
 
     /// Makes a tensor for the ids of a graph in the memory of a layer's ids.

@@ -88,6 +88,18 @@ impl Figures {
         now.cache_slots = slots as u64;
     }
 
+    /// Notes that slots are free, for memory that the program allocates.
+    pub fn note_freed(&self, bytes: u64) {
+        log::info!(
+            "post-fetch: {} MiB of experts on the device are free, for another context or model of the program; what it leaves is used with the next graph",
+            bytes >> 20
+        );
+        let mut now = self.lock();
+        now.cache_bytes = 0;
+        now.cache_slots = 0;
+        now.cache_layers.iter_mut().for_each(|of| of.slots = 0);
+    }
+
     /// Notes the speeds that decide whether experts on a device are faster than the CPU.
     pub fn note_speeds(&self, speeds: Speeds) {
         let mut now = self.lock();

@@ -63,7 +63,7 @@ use sidecar_core::config::{Config, PostFetchMode};
 use sidecar_core::protocol::{CacheLayer, Event, NoEffect, PostFetchFigures};
 use sidecar_core::summary;
 
-use crate::ggml::{Graph, Sched};
+use crate::ggml::{Device, Ggml, Graph, Sched};
 use crate::process::journal;
 use crate::program::capability::{Capability, Effect};
 use crate::program::graph::GraphReads;
@@ -117,6 +117,10 @@ impl Capability for PostFetch {
     }
 
     fn graph_allocated(&self, scheduler: &Scheduler, graph: &Allocated, keeps: bool) {
+        let devices = &graph.backends.devices;
+        for device in devices.iter().filter(|_| !keeps) {
+            make_room(scheduler.ggml(), *device, 0);
+        }
         let Some(mut state) = state_of(scheduler) else {
             return;
         };
@@ -340,6 +344,37 @@ pub unsafe fn graph_split(
             plan.layers.len(),
             plan.looks_ahead
         );
+    }
+}
+
+/// Gives the memory of slots back where the program is about to allocate so much on a device, and more: another context
+/// or model.
+pub fn make_room(ggml: &Ggml, device: *mut Device, bytes: u64) {
+    /// The compute buffers of a context. Their size is not known before.
+    const BESIDE: u64 = 2 << 30;
+    /// How long an evaluation is waited for.
+    const LONGEST_WAIT: Duration = Duration::from_secs(2);
+    let is_little = || {
+        let free = ggml.free_memory(device);
+        free.is_some_and(|free| free < bytes.saturating_add(BESIDE))
+    };
+    let began = Instant::now();
+    for scheduler in Scheduler::all() {
+        while let Some(mut state) = state_of(scheduler)
+            && let Some(cache) = state.cache.as_ref().filter(|of| of.is_on(device))
+            && is_little()
+        {
+            let freed = cache.bytes();
+            if state.free_cache(ggml) {
+                FIGURES.note_freed(freed);
+                scheduler.rebuild();
+            } else if began.elapsed() < LONGEST_WAIT {
+                drop(state);
+                std::thread::sleep(Duration::from_millis(1));
+            } else {
+                break;
+            }
+        }
     }
 }
 

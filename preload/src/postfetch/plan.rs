@@ -179,6 +179,25 @@ impl Plan {
         }
     }
 
+    /// Forgets what the last evaluation did.
+    pub fn begin(&mut self) {
+        for layer in &mut self.layers {
+            layer.known = false;
+            layer.ahead = false;
+            layer.is_whole = false;
+            if let Some(slots) = &mut layer.slots {
+                (slots.ready, slots.written, slots.waits) = (false, false, true);
+                if let Some(on_cpu) = &mut slots.on_cpu {
+                    on_cpu.begin();
+                }
+            }
+            for product in &mut layer.products {
+                product.is_reached = false;
+                product.transfer.forget();
+            }
+        }
+    }
+
     /// Whether experts of any layer are in slots.
     pub fn has_slots(&self) -> bool {
         self.layers.iter().any(|layer| layer.slots.is_some())

@@ -229,6 +229,27 @@ impl State {
         }
     }
 
+    /// Frees the slots, unless an evaluation may use them. The next graph may get slots again. Returns whether there are
+    /// none any more.
+    pub fn free_cache(&mut self, ggml: &Ggml) -> bool {
+        if self.begun {
+            return false;
+        }
+        self.drain();
+        if self.is_lost() {
+            return false;
+        }
+        if let Some(plan) = &mut self.plan {
+            plan.begin();
+            // SAFETY: the graph of a plan is live, and an evaluation that begins waits for the lock of this state.
+            unsafe { plan.restore(ggml) };
+        }
+        self.retire();
+        (self.cache, self.method) = (None, None);
+        self.cache_tried = false;
+        true
+    }
+
     /// Begins an evaluation.
     pub fn begin(&mut self, ggml: &Ggml) {
         self.end();
@@ -240,21 +261,7 @@ impl State {
             return;
         };
         self.begun = true;
-        for layer in &mut plan.layers {
-            layer.known = false;
-            layer.ahead = false;
-            layer.is_whole = false;
-            if let Some(slots) = &mut layer.slots {
-                (slots.ready, slots.written, slots.waits) = (false, false, true);
-                if let Some(on_cpu) = &mut slots.on_cpu {
-                    on_cpu.begin();
-                }
-            }
-            for product in &mut layer.products {
-                product.is_reached = false;
-                product.transfer.forget();
-            }
-        }
+        plan.begin();
         self.at_start = true;
         self.looked_up = None;
         if self.is_lost() {
