@@ -176,10 +176,10 @@ impl Custom {
 
     /// Reads the operation from a node that ggml makes.
     fn of(make: Make, f: &Functions, layout: &TensorLayout) -> Option<Custom> {
-        // SAFETY: the functions get the arguments of their headers. The node is followed by
-        // another tensor, so that `overhead` bytes from its start are in the memory.
         // Read once: a function can have several addresses in one program.
         let function: Callback = std::hint::black_box(nothing);
+        // SAFETY: the functions get the arguments of their headers. The node is followed by
+        // another tensor, so that `overhead` bytes from its start are in the memory.
         let (op, bytes) = in_context(f, TENSORS, |context| unsafe {
             let overhead = (f.ggml_tensor_overhead)();
             let new = || (f.ggml_new_tensor)(context, I32, 1, [4i64].as_ptr());
