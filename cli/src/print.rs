@@ -5,7 +5,9 @@
 
 use std::fmt::Arguments;
 use std::io::{self, ErrorKind, StdoutLock, Write};
+use std::sync::Mutex;
 
+use sidecar_core::signals::without_write_signals;
 use sidecar_core::text;
 
 macro_rules! print {
@@ -20,16 +22,39 @@ macro_rules! eprintln {
     ($($argument:tt)*) => { $crate::print::message(format_args!($($argument)*)) };
 }
 
-/// Prints text on standard output.
-#[expect(clippy::print_stdout, reason = "the one place")]
+/// The first error of [`output`].
+static LOST: Mutex<Option<io::Error>> = Mutex::new(None);
+
+/// Prints text on standard output. What fails is an error when the command has done its work: [`lost`].
 pub fn output(text: Arguments<'_>) {
-    std::print!("{}", text::lines(&text.to_string()));
+    let text = text::lines(&text.to_string()).into_owned();
+    note(|| io::stdout().write_all(text.as_bytes()));
 }
 
-/// Prints a message on standard error. Its further lines are indented: none looks like a message of its own.
-#[expect(clippy::print_stderr, reason = "the one place")]
+fn note(write: impl FnOnce() -> io::Result<()>) {
+    if let Err(error) = without_write_signals(write) {
+        let mut lost = LOST
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        lost.get_or_insert(error);
+    }
+}
+
+/// Writes what is left of the output. Returns why some of it is lost, except where its reader has closed its end.
+pub fn lost() -> Option<io::Error> {
+    note(|| io::stdout().flush());
+    let mut lost = LOST
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    lost.take()
+        .filter(|error| error.kind() != ErrorKind::BrokenPipe)
+}
+
+/// Prints a message on standard error. Its further lines are indented: none looks like a message of its own. A message
+/// that cannot be written ends nothing.
 pub fn message(text: Arguments<'_>) {
-    std::eprintln!("{}", text::lines(&text.to_string()).replace('\n', "\n  "));
+    let text = text::lines(&text.to_string()).replace('\n', "\n  ") + "\n";
+    let _ = without_write_signals(|| io::stderr().write_all(text.as_bytes()));
 }
 
 /// Returns standard output for plain text, where a reader that closes its end is an error.
