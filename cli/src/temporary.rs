@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use sidecar_core::files;
-use tempfile::TempDir;
+use tempfile::{NamedTempFile, TempDir};
 
 use crate::interruption;
 
@@ -45,9 +45,7 @@ impl Temporary {
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
                 opened => opened?,
             };
-            let is_taken = matches!(lock.try_lock(), Err(TryLockError::WouldBlock));
-            // Before it was locked, another process may have taken it for one that was left. Without locks, what is left stays.
-            if !is_taken && is_at(&lock, made.path()) {
+            if holds(&lock, made.path()) {
                 return Ok(Temporary {
                     folder: made,
                     _lock: lock,
@@ -59,6 +57,23 @@ impl Temporary {
     pub fn path(&self) -> &Path {
         self.folder.path()
     }
+}
+
+/// Makes a file that goes when it is dropped. Removes those with such names that killed processes have left.
+pub fn file(parent: &Path, prefix: &str) -> io::Result<NamedTempFile> {
+    remove_left(parent, prefix, "", false);
+    loop {
+        let made = NamedTempFile::with_prefix_in(prefix, parent)?;
+        if holds(made.as_file(), made.path()) {
+            return Ok(made);
+        }
+    }
+}
+
+/// Locks what was made at a path just now. Before, another process may have taken it for one that was left. Without locks,
+/// what is left stays.
+fn holds(made: &File, path: &Path) -> bool {
+    !matches!(made.try_lock(), Err(TryLockError::WouldBlock)) && is_at(made, path)
 }
 
 /// Whether a path still names an open file.

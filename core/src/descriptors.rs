@@ -99,26 +99,42 @@ pub fn read_to_string(path: impl AsRef<Path>) -> io::Result<String> {
     Ok(text)
 }
 
-/// A descriptor that is kept. Its number is used only while it belongs to the same file or socket.
+/// A descriptor that is kept. Its number is used only while it belongs to the same file or socket, and, of a file that is
+/// only read, to what was opened here: a program may have opened its model again.
 #[derive(Debug)]
 pub struct Kept<T: AsFd = File> {
     opened: ManuallyDrop<T>,
     identity: (libc::dev_t, libc::ino_t),
+    is_marked: bool,
 }
 
+/// The position of a file that is opened here, which is read at offsets only. No program reads up to there.
+const MARK: libc::off_t = (1 << 40) + 0x51de_ca52;
+
 impl<T: AsFd> Kept<T> {
-    /// Keeps what was opened just now.
+    /// Keeps what was opened just now. Fails where descriptors are scarce: the last quarter of those that the process may
+    /// have is left to the program.
     pub fn new(opened: T) -> io::Result<Kept<T>> {
+        let most = most_descriptors();
+        if opened.as_fd().as_raw_fd() as u64 >= most - most.div_ceil(4) {
+            return Err(io::Error::other(format!(
+                "this process may have {most} descriptors, and the last quarter is left to the program: start it with a higher limit (ulimit -n)"
+            )));
+        }
         Ok(Kept {
             identity: identity(opened.as_fd())?,
+            is_marked: mark(opened.as_fd()),
             opened: ManuallyDrop::new(opened),
         })
     }
 
     /// Returns what is kept, for a use at once. Fails if the program has closed it.
     pub fn get(&self) -> io::Result<&T> {
-        match identity(self.opened.as_fd()) {
-            Ok(found) if found == self.identity => Ok(&self.opened),
+        let opened = self.opened.as_fd();
+        match identity(opened) {
+            Ok(found) if found == self.identity && (!self.is_marked || has_mark(opened)) => {
+                Ok(&self.opened)
+            }
             _ => Err(io::Error::other(
                 "the program has closed a descriptor that it did not open",
             )),
@@ -152,6 +168,17 @@ impl Kept {
     }
 }
 
+/// Returns how many descriptors this process may have.
+fn most_descriptors() -> u64 {
+    let mut limit = libc::rlimit {
+        rlim_cur: libc::RLIM_INFINITY,
+        rlim_max: libc::RLIM_INFINITY,
+    };
+    // SAFETY: fills the struct, or leaves it.
+    unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
+    limit.rlim_cur
+}
+
 /// Returns the device and the inode of a descriptor.
 fn identity(of: BorrowedFd<'_>) -> io::Result<(libc::dev_t, libc::ino_t)> {
     let mut found = std::mem::MaybeUninit::<libc::stat>::uninit();
@@ -162,6 +189,21 @@ fn identity(of: BorrowedFd<'_>) -> io::Result<(libc::dev_t, libc::ino_t)> {
             _ => Err(io::Error::last_os_error()),
         }
     }
+}
+
+/// Sets the position of a file that is only read. Returns whether the file system has such positions.
+fn mark(of: BorrowedFd<'_>) -> bool {
+    let number = of.as_raw_fd();
+    // SAFETY: plain system calls.
+    unsafe {
+        libc::fcntl(number, libc::F_GETFL) & libc::O_ACCMODE == libc::O_RDONLY
+            && libc::lseek(number, MARK, libc::SEEK_SET) == MARK
+    }
+}
+
+fn has_mark(of: BorrowedFd<'_>) -> bool {
+    // SAFETY: a plain system call.
+    unsafe { libc::lseek(of.as_raw_fd(), 0, libc::SEEK_CUR) == MARK }
 }
 
 #[cfg(test)]
@@ -206,6 +248,29 @@ mod tests {
         } else {
             0
         });
+    }
+
+    #[test]
+    fn a_model_that_a_program_opens_again_stays_open() {
+        let named = tempfile::NamedTempFile::new().expect("a file");
+        named.as_file().write_all(b"text").expect("free space");
+        let kept = Kept::new(File::open(named.path()).expect("a file")).expect("a file");
+        let mut byte = [0];
+        kept.get()
+            .and_then(|file| file.read_exact_at(&mut byte, 3))
+            .expect("read");
+        assert_eq!(&byte, b"t");
+        let again = File::open(named.path()).expect("a file");
+        let number = kept.opened.as_raw_fd();
+        // SAFETY: what a program may do with any number.
+        unsafe { libc::dup2(again.as_raw_fd(), number) };
+        assert!(kept.get().is_err());
+        drop(kept);
+        // SAFETY: the number is closed after its check.
+        unsafe {
+            assert!(libc::fcntl(number, libc::F_GETFD) >= 0, "it is open");
+            libc::close(number);
+        }
     }
 
     #[test]

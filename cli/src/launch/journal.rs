@@ -6,8 +6,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
 
 use anyhow::{Context, Result};
+use rustix::fs::{FallocateFlags, fallocate};
+use rustix::io::Errno;
 use sidecar_core::protocol::{Entry, Event, NoEffect};
+use sidecar_core::signals::without_write_signals;
 use tempfile::NamedTempFile;
+
+use crate::temporary;
 
 /// The variable that names the file of a [`Journal`].
 pub const JOURNAL: &str = "LLAMA_SIDECAR_JOURNAL";
@@ -46,9 +51,19 @@ impl Journal {
         first.or_else(|error| other().ok_or(error))
     }
 
+    /// Makes a file that has space for events, so that one without events means that there were none.
     pub fn in_folder(folder: &Path) -> Result<Journal> {
-        let file = NamedTempFile::with_prefix_in("llama-sidecar-", folder);
-        Ok(Journal(file.context(
+        const SPACE: u64 = 64 << 10;
+        /// What the names of journals start with.
+        const PREFIX: &str = "llama-sidecar-events-";
+        let made = temporary::file(folder, PREFIX).and_then(|file| {
+            let reserve = || fallocate(file.as_file(), FallocateFlags::KEEP_SIZE, 0, SPACE);
+            match without_write_signals(reserve) {
+                Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(file),
+                Err(error) => Err(error.into()),
+            }
+        });
+        Ok(Journal(made.context(
             "cannot create a temporary file: set TMPDIR to a folder with free space",
         )?))
     }
@@ -197,11 +212,11 @@ impl Events {
     /// Returns why nothing could be done, and the next step. `ended` is the end of the program, if
     /// it ended by itself or by a signal of the user.
     pub fn obstacle(&self, ended: Option<ExitStatus>) -> Option<String> {
-        if let Some(reason) = self.passive_reason() {
-            return Some(format!("{reason}; please report the version of llama.cpp"));
-        }
         if !self.models().is_empty() {
             return None;
+        }
+        if let Some(reason) = self.passive_reason() {
+            return Some(reason.to_owned());
         }
         let opened = self.iter().find_map(|event| match event {
             Event::Opened { path } => Some(path),

@@ -181,7 +181,7 @@ impl Source {
         Ok(Source {
             path: path.to_owned(),
             id: FileId::of(&found),
-            file: Arc::new(Kept::new(file).map_err(fail("stat it"))?),
+            file: Arc::new(Kept::new(file).map_err(fail("keep it open"))?),
             map,
         })
     }
@@ -435,18 +435,21 @@ fn read_header(source: &Source) -> Result<Header, OpenError> {
     let mut prefix = Vec::new();
     let mut want = FIRST_READ;
     loop {
-        let have = prefix.len();
-        prefix.resize(want.min(source.id.size) as usize, 0);
-        source
-            .read_at(&mut prefix[have..], have as u64)
-            .map_err(|error| match error.kind() {
-                io::ErrorKind::UnexpectedEof => OpenError::Changing { path: path() },
-                _ => OpenError::Io {
-                    path: path(),
-                    action: "read its header",
-                    source: error,
-                },
-            })?;
+        let read = || {
+            let mut longer = memory::zeroed(want.min(source.id.size) as usize)?;
+            let (known, new) = longer.split_at_mut(prefix.len());
+            known.copy_from_slice(&prefix);
+            source.read_at(new, prefix.len() as u64)?;
+            Ok(longer)
+        };
+        prefix = read().map_err(|error: io::Error| match error.kind() {
+            io::ErrorKind::UnexpectedEof => OpenError::Changing { path: path() },
+            _ => OpenError::Io {
+                path: path(),
+                action: "read its header",
+                source: error,
+            },
+        })?;
         match Header::parse(&prefix, source.id.size) {
             Ok(header) => return Ok(header),
             Err(ParseError::Malformed(error)) => {

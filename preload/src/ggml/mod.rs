@@ -104,7 +104,7 @@ impl Ggml {
             }
             Err(missing) => {
                 passive(format_args!(
-                    "this program's ggml has no function '{missing}': it is too old, too new or another library of that name"
+                    "this program's ggml has no function '{missing}': it is too old, too new or another library of that name: report the version of llama.cpp"
                 ));
                 return None;
             }
@@ -141,7 +141,7 @@ impl Ggml {
             }
             Err(unclear) => {
                 passive(format_args!(
-                    "the layout of this program's ggml_tensor is not understood ({unclear})"
+                    "the layout of this program's ggml_tensor is not understood ({unclear}): report the version of llama.cpp"
                 ));
                 None
             }

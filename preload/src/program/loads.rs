@@ -43,6 +43,8 @@ pub struct Load {
     pub path: PathBuf,
     /// Its files that have tensors.
     pub files: Vec<GgufFile>,
+    /// Whether one of its files could not be opened here.
+    is_unwatched: bool,
     /// Its tensors that have memory.
     pub tensors: Vec<Placed>,
     /// The tensors that were kept out of special buffer types: [`note_kept_out`].
@@ -146,25 +148,35 @@ pub fn addresses() -> Range<usize> {
 
 /// Records a GGUF file that the program opened on this thread.
 pub fn file_opened(caller: &'static Caller, ggml: &'static Ggml, path: &Path) {
-    let gguf = match GgufFile::open(path, Access::Read) {
-        Ok(gguf) => gguf,
-        Err(error) => {
-            log::warn!("cannot watch a file that the program opened: {error}");
-            return;
-        }
-    };
-    if is_adapter(&gguf) {
-        return;
-    }
+    let opened = GgufFile::open(path, Access::Read);
     let thread = std::thread::current().id();
     let mut loads = SHARED.loads.lock();
     // If tensors have memory already, this file is of the next model.
     let mut current = loads.not_begun(thread);
+    let gguf = match opened {
+        Ok(gguf) => gguf,
+        Err(error) => {
+            let reason = format!("cannot watch a file that the program opened: {error}");
+            log::warn!("{reason}");
+            journal::note_once(|| Event::Passive { reason });
+            // The program needs descriptors for the other files.
+            if let Some(load) = current {
+                load.files.clear();
+                load.is_unwatched = true;
+            }
+            return;
+        }
+    };
+    let is_unwatched = current.as_ref().is_some_and(|load| load.is_unwatched);
+    if is_adapter(&gguf) || is_unwatched && gguf.is_further_shard() {
+        return;
+    }
     // A file that is not a further shard begins a model: what was opened before was read for
     // its metadata alone, or to fit this model to a device.
     if !gguf.is_further_shard() {
         if let Some(load) = &mut current {
             load.files.clear();
+            load.is_unwatched = false;
             load.kept_out.clear();
             load.lists_special_types = false;
             load.altered = None;
@@ -197,6 +209,7 @@ pub fn file_opened(caller: &'static Caller, ggml: &'static Ggml, path: &Path) {
                 caller,
                 path: first,
                 files: vec![gguf],
+                is_unwatched: false,
                 tensors: Vec::new(),
                 kept_out: BTreeSet::new(),
                 lists_special_types: false,
