@@ -21,6 +21,7 @@ use sidecar_core::experts::Routing;
 use sidecar_core::gguf::{Access, GgufFile};
 use testkit::fixtures::{fixture, upstream_libraries};
 use testkit::host::{DropIn, Host, Program, built, plain_command};
+use testkit::process::{before_exec, lead_session, limit, terminal};
 use testkit::sim_ggml::SimGgml;
 
 #[test]
@@ -151,6 +152,108 @@ fn a_program_runs_where_no_file_can_be_made() {
         "{text}"
     );
     assert_eq!(text.lines().count(), 1, "{text}");
+}
+
+/// Runs a program that ends with 5, with some standard error and a limit of file sizes, for a user without settings.
+/// Returns its status.
+fn status_with(errors: Stdio, most: u64) -> Option<i32> {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut command = Command::new(built("release/llama-sidecar"));
+    command
+        .args(["run", "--hotswap", "--", "sh", "-c", "exit 5"])
+        .env("XDG_DATA_HOME", folder.path())
+        .stderr(errors);
+    before_exec(&mut command, move || limit(libc::RLIMIT_FSIZE, most));
+    command.status().expect("it starts").code()
+}
+
+#[test]
+fn messages_that_cannot_be_written_end_no_program() {
+    let unlimited = libc::RLIM_INFINITY;
+    let full = || File::options().write(true).open("/dev/full");
+    assert_eq!(
+        status_with(full().expect("it is there").into(), unlimited),
+        Some(5)
+    );
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    assert_eq!(status_with(writer.into(), unlimited), Some(5));
+    let log = tempfile::tempfile().expect("a file");
+    assert_eq!(status_with(log.into(), 0), Some(5));
+    // Output is what the command is for.
+    let model = fixture("small.gguf");
+    let load = |output: Stdio| {
+        let mut command = Command::new(built("release/llama-sidecar"));
+        command.arg("load").arg(&model).stdout(output);
+        let output = command.output().expect("it starts");
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        (output.status.code(), errors)
+    };
+    let (code, errors) = load(full().expect("it is there").into());
+    assert_eq!(code, Some(1));
+    assert!(
+        errors.contains("cannot write to standard output: No space left"),
+        "{errors}"
+    );
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    assert_eq!(load(writer.into()), (Some(0), String::new()));
+}
+
+/// No event can be noted, which is no reason to run a program without the drop-in.
+#[test]
+fn a_limit_of_file_sizes_is_no_failed_trial() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut command = plain_command(built("release/llama-sidecar"));
+    command
+        .args(["run", "--hotswap", "--", "sh", "-c", "echo $LD_PRELOAD"])
+        .env("XDG_DATA_HOME", folder.path());
+    before_exec(&mut command, || limit(libc::RLIMIT_FSIZE, 0));
+    let output = command.output().expect("it starts");
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        errors.starts_with("llama-sidecar: there will be no summary"),
+        "{errors}"
+    );
+    assert!(output.stdout.starts_with(b"/"), "{errors}");
+}
+
+#[test]
+fn a_terminal_that_goes_ends_the_program() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut command = plain_command(built("release/llama-sidecar"));
+    command.args(["run", "--", "sh", "-c", "echo started; exec sleep 1000"]);
+    command.env("TMPDIR", folder.path()).stdout(Stdio::piped());
+    let keys = with_terminal(&mut command);
+    let mut child = command.spawn().expect("it starts");
+    drop(command);
+    let mut output = child.stdout.take().expect("a pipe");
+    output.read_exact(&mut [0; 8]).expect("it has started");
+    drop(keys);
+    assert_eq!(child.wait().expect("it ends").signal(), Some(libc::SIGHUP));
+}
+
+/// Of a command that is killed, the next one removes what it has left.
+#[test]
+fn events_of_a_killed_command_are_removed() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let started = folder.path().join("started");
+    let run = |script: &str| {
+        let mut command = plain_command(built("release/llama-sidecar"));
+        command.args(["run", "--quiet", "--", "sh", "-c", script]);
+        command.env("TMPDIR", folder.path());
+        command.spawn().expect("it starts")
+    };
+    let mut killed = run(&format!("touch {}; exec sleep 5", started.display()));
+    while !started.exists() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    killed.kill().expect("it lives");
+    killed.wait().expect("it ends");
+    let left = || std::fs::read_dir(folder.path()).expect("a folder").count();
+    assert_eq!(left(), 2, "events, and that it was started");
+    assert!(run("true").wait().expect("it ends").success());
+    assert_eq!(left(), 1);
 }
 
 /// Starts the command with pipes.
@@ -568,33 +671,9 @@ fn a_signal_of_the_process_group_reaches_the_program_once() {
 
 /// Makes a pseudo terminal the terminal of a command; returns the side with the keys.
 fn with_terminal(command: &mut Command) -> File {
-    let (mut keys, mut terminal) = (-1, -1);
-    let null = std::ptr::null_mut();
-    // SAFETY: fills two descriptors, which are new.
-    let (keys, terminal) = unsafe {
-        let failed = libc::openpty(
-            &raw mut keys,
-            &raw mut terminal,
-            null,
-            null.cast(),
-            null.cast(),
-        );
-        assert_eq!(failed, 0, "a pseudo terminal");
-        // A command that had it, too, would never lose its terminal.
-        libc::fcntl(keys, libc::F_SETFD, libc::FD_CLOEXEC);
-        (OwnedFd::from_raw_fd(keys), OwnedFd::from_raw_fd(terminal))
-    };
-    // SAFETY: system calls that may be made between fork and exec.
-    unsafe {
-        command.pre_exec(move || {
-            libc::setsid();
-            match libc::ioctl(terminal.as_raw_fd(), libc::TIOCSCTTY, 0) {
-                0 => Ok(()),
-                _ => Err(std::io::Error::last_os_error()),
-            }
-        });
-    }
-    keys.into()
+    let (keys, terminal) = terminal();
+    lead_session(command, terminal);
+    keys
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! What is left of a command that a signal ends, and what its exit status is.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::Read;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use libc::{SIGHUP, SIGINT, SIGKILL, SIGQUIT, SIGTERM, c_int};
 use tempfile::TempDir;
+use testkit::process::{lead_session, terminal};
 use testkit::writer::{F32, Gguf, Kv};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_llama-sidecar");
@@ -216,30 +217,6 @@ fn a_comparison_ends_by_the_signal() {
     }
 }
 
-/// A new pseudo terminal: the side with the keys, and the side of a program.
-fn terminal() -> (File, OwnedFd) {
-    let (mut keys, mut terminal) = (-1, -1);
-    let null = std::ptr::null_mut();
-    let mut size = libc::winsize {
-        ws_row: 24,
-        ws_col: 80,
-        ws_xpixel: 0,
-        ws_ypixel: 0,
-    };
-    // SAFETY: fills two descriptors, which are new.
-    unsafe {
-        let failed = libc::openpty(
-            &raw mut keys,
-            &raw mut terminal,
-            null,
-            null.cast(),
-            &raw mut size,
-        );
-        assert_eq!(failed, 0, "a pseudo terminal");
-        (File::from_raw_fd(keys), OwnedFd::from_raw_fd(terminal))
-    }
-}
-
 /// The local modes of a terminal.
 fn modes(terminal: &OwnedFd) -> libc::tcflag_t {
     // SAFETY: a struct of numbers, which the call fills in.
@@ -278,4 +255,20 @@ fn a_signal_restores_the_terminal() {
         assert_eq!(child.wait().expect("it ends").signal(), Some(signal));
         assert_eq!(modes(&terminal), before);
     }
+}
+
+#[test]
+fn a_terminal_that_goes_ends_top() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (mut keys, terminal) = terminal();
+    let mut command = command(folder.path());
+    command.args(["top", "--socket", "/nowhere"]);
+    let side = || Stdio::from(terminal.try_clone().expect("a descriptor"));
+    command.stdin(side()).stdout(side()).stderr(side());
+    lead_session(&mut command, terminal);
+    let mut child = command.spawn().expect("it starts");
+    drop(command);
+    keys.read_exact(&mut [0; 100]).expect("what it shows");
+    drop(keys);
+    assert_eq!(child.wait().expect("it ends").signal(), Some(SIGHUP));
 }

@@ -1,4 +1,8 @@
-//! Memory and limits of a process.
+//! Memory, limits and terminals of a process.
+
+use std::fs::File;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::process::Command;
 
 /// Resident memory in bytes.
 pub fn resident() -> u64 {
@@ -115,4 +119,39 @@ pub fn before_exec(
             false => Err(std::io::Error::last_os_error()),
         });
     }
+}
+
+/// A new pseudo terminal: the side with the keys, and the side of a program. Programs that are started do not get them.
+pub fn terminal() -> (File, OwnedFd) {
+    let (mut keys, mut terminal) = (-1, -1);
+    let null = std::ptr::null_mut();
+    let mut size = libc::winsize {
+        ws_row: 24,
+        ws_col: 80,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    };
+    // SAFETY: fills two descriptors, which are new.
+    unsafe {
+        let failed = libc::openpty(
+            &raw mut keys,
+            &raw mut terminal,
+            null,
+            null.cast(),
+            &raw mut size,
+        );
+        assert_eq!(failed, 0, "a pseudo terminal");
+        for side in [keys, terminal] {
+            libc::fcntl(side, libc::F_SETFD, libc::FD_CLOEXEC);
+        }
+        (File::from_raw_fd(keys), OwnedFd::from_raw_fd(terminal))
+    }
+}
+
+/// Makes a command the leader of a session with this terminal, as a login does.
+pub fn lead_session(command: &mut Command, terminal: OwnedFd) {
+    before_exec(command, move || {
+        // SAFETY: plain system calls.
+        unsafe { libc::setsid() >= 0 && libc::ioctl(terminal.as_raw_fd(), libc::TIOCSCTTY, 0) == 0 }
+    });
 }

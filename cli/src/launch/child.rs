@@ -156,8 +156,9 @@ pub fn spawn(command: &mut Command, group: Group) -> Result<Child> {
     // Without one, the child may get a signal twice.
     let mut witness = is_shared.then(Witness::start).and_then(Result::ok);
     let mut group_got = move |origin: &Origin| {
-        // The kernel sends the signal of a key to the whole group.
-        let from_key = matches!(origin.cause, Cause::Kernel);
+        // The kernel sends the signal of a key to the whole group, and that of a terminal that is gone to the leader of the
+        // session.
+        let from_key = matches!(origin.cause, Cause::Kernel) && origin.signal != SIGHUP;
         is_shared && from_key
             || witness
                 .as_mut()

@@ -12,6 +12,7 @@ use ratatui::text::Line;
 use ratatui::widgets::{Block, Paragraph, Wrap};
 use sidecar_core::text;
 use sidecar_core::trace::LayerCounts;
+use signal_hook::consts::SIGHUP;
 
 use crate::interruption;
 use crate::top::facts;
@@ -29,15 +30,25 @@ const NOT_COUNTED: &str = "start the program with --expert-trace-stats to see it
 pub fn show(programs: Programs, interval: Duration, samples: Option<u64>) -> Result<()> {
     let ended = programs.watch(interval, samples);
     interruption::on_signals(|signal| {
-        if !interruption::note(signal) {
-            ratatui::restore();
-            interruption::end_now(signal);
+        if interruption::note(signal) {
+            if signal != SIGHUP {
+                return;
+            }
+            // A terminal that is gone has no keys, and to wait for one never ends.
+            std::thread::sleep(5 * TICK);
         }
+        restore();
+        interruption::end_now(signal);
     })?;
     let mut terminal = ratatui::try_init()?;
     let shown = Screen::new(programs).run(&mut terminal, &ended);
-    ratatui::restore();
+    restore();
     shown
+}
+
+/// Gives the terminal back as it was, if it is still there.
+fn restore() {
+    let _ = ratatui::try_restore();
 }
 
 struct Screen {
