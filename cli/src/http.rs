@@ -1,8 +1,9 @@
 //! A server for a few small pages: one request a connection, whose body is not read.
 
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -18,7 +19,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const LONGEST_HEAD: usize = 8 << 10;
 /// The most headers of a request.
 const MOST_HEADERS: usize = 64;
-/// Clients that are served at a time; further ones are refused.
+/// Clients that are served at a time. A further one takes the place of the oldest that is slow to send or to read; without
+/// one, it is refused.
 const MOST_CLIENTS: usize = 16;
 
 /// A request.
@@ -89,69 +91,97 @@ pub fn listen(address: SocketAddr) -> Result<TcpListener> {
 
 /// Answers requests, until the process ends.
 pub fn serve(listener: &TcpListener, answer: impl Fn(&Request) -> Answer + Sync) -> Result<()> {
-    let clients = AtomicUsize::new(0);
+    let clients = Clients::default();
     std::thread::scope(|scope| {
-        for client in listener.incoming() {
+        for stream in listener.incoming() {
             // A client that left before it was accepted, or no file descriptors: the next one may be served.
-            let Ok(client) = client else {
+            let Ok(stream) = stream else {
                 std::thread::sleep(Duration::from_millis(10));
                 continue;
             };
-            let place = Place::of(&clients);
-            if clients.load(Ordering::Relaxed) > MOST_CLIENTS {
+            let Some(place) = clients.admit(stream) else {
                 continue;
-            }
+            };
             let answer = &answer;
             // Without a thread, the client is refused.
             let _ = std::thread::Builder::new().spawn_scoped(scope, move || {
-                let _place = place;
                 // The client's own failure.
-                let _ = serve_client(&client, answer);
+                let _ = place.client.serve(answer);
             });
         }
         Ok(())
     })
 }
 
-/// A client that is served.
-struct Place<'a>(&'a AtomicUsize);
+/// The clients that are served, the oldest first.
+#[derive(Default)]
+struct Clients(Mutex<Vec<Arc<Client>>>);
 
-impl Place<'_> {
-    fn of(clients: &AtomicUsize) -> Place<'_> {
-        clients.fetch_add(1, Ordering::Relaxed);
-        Place(clients)
+struct Client {
+    stream: TcpStream,
+    /// Whether its answer is being made: it is not slow.
+    is_answered: AtomicBool,
+}
+
+/// A client that is served.
+struct Place<'a> {
+    client: Arc<Client>,
+    all: &'a Clients,
+}
+
+impl Clients {
+    fn lock(&self) -> MutexGuard<'_, Vec<Arc<Client>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn admit(&self, stream: TcpStream) -> Option<Place<'_>> {
+        let mut all = self.lock();
+        if all.len() >= MOST_CLIENTS {
+            let is_slow = |of: &Arc<Client>| !of.is_answered.load(Ordering::SeqCst);
+            let slow = all.iter().position(is_slow)?;
+            // Its thread ends with an error of the stream.
+            let _ = all.remove(slow).stream.shutdown(Shutdown::Both);
+        }
+        let client = Arc::new(Client {
+            stream,
+            is_answered: AtomicBool::new(false),
+        });
+        all.push(client.clone());
+        Some(Place { client, all: self })
     }
 }
 
 impl Drop for Place<'_> {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
+        self.all.lock().retain(|of| !Arc::ptr_eq(of, &self.client));
     }
 }
 
-fn serve_client(
-    mut client: &TcpStream,
-    answer: &(impl Fn(&Request) -> Answer + Sync),
-) -> std::io::Result<()> {
-    client.set_write_timeout(Some(PATIENCE))?;
-    let request = Deadline {
-        stream: client,
-        until: Some(Instant::now() + HEAD_PATIENCE),
-    };
-    let answer = match requested(request)? {
-        Some(request) => answer(&request),
-        None => Answer::refused("400 Bad Request", "this is no request of HTTP/1"),
-    };
-    let head = format!(
-        "HTTP/1.1 {}\r\nContent-Type: {}\r\nContent-Length: {}\r\nConnection: close\r\n\
-         X-Content-Type-Options: nosniff\r\n{}\r\n",
-        answer.status,
-        answer.content_type,
-        answer.body.len(),
-        answer.headers
-    );
-    client.write_all(head.as_bytes())?;
-    client.write_all(answer.body.as_bytes())
+impl Client {
+    fn serve(&self, answer: &(impl Fn(&Request) -> Answer + Sync)) -> std::io::Result<()> {
+        let mut stream = &self.stream;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        let request = requested(Deadline {
+            stream,
+            until: Some(Instant::now() + HEAD_PATIENCE),
+        })?;
+        self.is_answered.store(true, Ordering::SeqCst);
+        let answer = match request {
+            Some(request) => answer(&request),
+            None => Answer::refused("400 Bad Request", "this is no request of HTTP/1"),
+        };
+        self.is_answered.store(false, Ordering::SeqCst);
+        let head = format!(
+            "HTTP/1.1 {}\r\nContent-Type: {}\r\nContent-Length: {}\r\nConnection: close\r\n\
+             X-Content-Type-Options: nosniff\r\n{}\r\n",
+            answer.status,
+            answer.content_type,
+            answer.body.len(),
+            answer.headers
+        );
+        stream.write_all(head.as_bytes())?;
+        stream.write_all(answer.body.as_bytes())
+    }
 }
 
 /// Reads the head of a request; `None` if there is none.
@@ -213,6 +243,28 @@ mod tests {
         }
         let bytes = requested(&b"GET / HTTP/1.1\r\nHost: \xff\r\n\r\n"[..]);
         assert_eq!(bytes.expect("no read error"), None);
+    }
+
+    #[test]
+    fn slow_clients_keep_no_place() {
+        let listener = listen("127.0.0.1:0".parse().expect("an address")).expect("a port");
+        let address = listener.local_addr().expect("an address");
+        // It serves to the end of this process.
+        std::thread::spawn(move || serve(&listener, |_| Answer::of("text/plain", "here".into())));
+        let slow = || {
+            let mut client = TcpStream::connect(address).expect("a server");
+            client.write_all(b"G").expect("sent");
+            client
+        };
+        let _slow: Vec<TcpStream> = (0..3 * MOST_CLIENTS).map(|_| slow()).collect();
+        for _ in 0..10 {
+            let _one_more = slow();
+            let mut client = TcpStream::connect(address).expect("a server");
+            client.write_all(b"GET / HTTP/1.1\r\n\r\n").expect("sent");
+            let mut answer = String::new();
+            client.read_to_string(&mut answer).expect("an answer");
+            assert!(answer.ends_with("here"), "{answer}");
+        }
     }
 
     #[test]
