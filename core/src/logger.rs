@@ -4,6 +4,7 @@
 //! the drop-in call [`init`].
 
 use std::io::Write;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Once};
 
 use log::{Level, LevelFilter, Log, Metadata, Record};
@@ -46,11 +47,51 @@ pub fn set_sink(sink: Option<Arc<Sink>>) {
     *SINK.write() = sink;
 }
 
+/// Whether standard error was closed when the program started: its number is that of another file now.
+static IS_CLOSED: AtomicBool = AtomicBool::new(false);
+/// Whether the reader of standard error did not read when it was last waited for.
+static IS_STUCK: AtomicBool = AtomicBool::new(false);
+
+/// Finds out whether there is a standard error, before the program opens a file. Allocates nothing.
+pub fn find_standard_error() {
+    // SAFETY: a plain system call.
+    let found = unsafe { libc::fcntl(libc::STDERR_FILENO, libc::F_GETFD) };
+    IS_CLOSED.store(found < 0, Ordering::Relaxed);
+}
+
 /// Writes whole lines to standard error. A host may have closed it, or the pipe that it is: a failed write is
-/// ignored.
+/// ignored. What a reader does not take for five seconds is left out.
 pub fn print(lines: &str) {
+    /// What a pipe takes at once when it takes anything.
+    const PART: usize = libc::PIPE_BUF;
+    if IS_CLOSED.load(Ordering::Relaxed) {
+        return;
+    }
     let lines = text::lines(lines);
-    let _ = without_write_signals(|| std::io::stderr().write_all(lines.as_bytes()));
+    without_write_signals(|| {
+        for part in lines.as_bytes().chunks(PART) {
+            if !is_read() || std::io::stderr().write_all(part).is_err() {
+                break;
+            }
+        }
+    });
+}
+
+/// Whether a write to standard error does not wait, after some time.
+fn is_read() -> bool {
+    let patience = match IS_STUCK.load(Ordering::Relaxed) {
+        true => 0,
+        false => 5000,
+    };
+    let mut writable = libc::pollfd {
+        fd: libc::STDERR_FILENO,
+        events: libc::POLLOUT,
+        revents: 0,
+    };
+    // SAFETY: one valid entry.
+    let is_stuck = unsafe { libc::poll(&raw mut writable, 1, patience) } == 0;
+    IS_STUCK.store(is_stuck, Ordering::Relaxed);
+    !is_stuck
 }
 
 struct Messages;
@@ -84,4 +125,58 @@ impl Log for Messages {
     }
 
     fn flush(&self) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Seek};
+    use std::os::fd::AsRawFd;
+    use std::process::{Command, Stdio};
+
+    /// Runs a test of this module in a process of its own, with some standard error. Returns whether it is that process.
+    fn is_alone(test: &str, errors: Stdio) -> bool {
+        const ALONE: &str = "LLAMA_SIDECAR_TEST_ALONE";
+        if std::env::var_os(ALONE).is_some() {
+            return true;
+        }
+        let status = Command::new(std::env::current_exe().expect("a path"))
+            .args(["--exact", &format!("logger::tests::{test}")])
+            .env(ALONE, "1")
+            .stderr(errors)
+            .status();
+        assert!(status.expect("it starts").success());
+        false
+    }
+
+    #[test]
+    fn a_file_with_the_number_of_standard_error_gets_no_message() {
+        if !is_alone(
+            "a_file_with_the_number_of_standard_error_gets_no_message",
+            Stdio::null(),
+        ) {
+            return;
+        }
+        // SAFETY: nothing in this process needs it any more.
+        unsafe { libc::close(libc::STDERR_FILENO) };
+        find_standard_error();
+        let mut file = tempfile::tempfile().expect("a file");
+        assert_eq!(file.as_raw_fd(), libc::STDERR_FILENO);
+        print("a message\n");
+        let mut text = String::new();
+        file.rewind().expect("a file");
+        file.read_to_string(&mut text).expect("text");
+        assert_eq!(text, "");
+    }
+
+    #[test]
+    fn a_reader_that_does_not_read_is_not_waited_for() {
+        let (_reader, writer) = std::io::pipe().expect("a pipe");
+        if is_alone(
+            "a_reader_that_does_not_read_is_not_waited_for",
+            writer.into(),
+        ) {
+            (0..4).for_each(|_| print(&"more than a pipe takes\n".repeat(1 << 12)));
+        }
+    }
 }

@@ -206,6 +206,7 @@ extern "C" fn see_linked() {
     if !is_any_set() {
         return;
     }
+    logger::find_standard_error();
     guarded(|| {
         let Some(program) = linked::find(lifecycle::is_on) else {
             return;
@@ -225,7 +226,7 @@ extern "C" fn see_linked() {
         if let Some(why) = linked::unseen(opens) {
             logger::init();
             ggml::passive(format_args!(
-                "ggml is linked into this program, whose calls of {} are not seen: the function {why}",
+                "ggml is linked into this program, whose calls of {} are not seen: the function {why}; report the version of llama.cpp",
                 opens.to_string_lossy()
             ));
         }
