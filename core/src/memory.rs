@@ -87,15 +87,19 @@ pub fn take_address_space(bytes: u64) -> io::Result<Taken> {
 /// Fails if less is left, and where malloc has nothing left: the C library ends a process in which a thread
 /// cannot register the destructors of its variables.
 pub fn take_for_thread() -> io::Result<Taken> {
-    // SAFETY: memory of malloc, which is not used and given back.
-    let has_memory = unsafe {
-        let memory = std::hint::black_box(libc::malloc(64 << 10));
-        libc::free(memory);
-        !memory.is_null()
-    };
-    match has_memory {
+    match has(64 << 10) {
         true => take_address_space((2 << 20) + (64 << 20)),
         false => Err(io::ErrorKind::OutOfMemory.into()),
+    }
+}
+
+/// Whether malloc has so many bytes.
+pub fn has(bytes: usize) -> bool {
+    // SAFETY: memory of malloc, which is not used and given back.
+    unsafe {
+        let memory = std::hint::black_box(libc::malloc(bytes));
+        libc::free(memory);
+        !memory.is_null()
     }
 }
 

@@ -25,6 +25,9 @@ use crate::program::models::{Instance, Model};
 use crate::program::{barrier, own_cache, sched};
 use crate::streaming;
 
+/// What the CPU backend may allocate to compute with other types. Where that fails, it frees memory twice when the program
+/// frees it (`ggml_backend_cpu_graph_compute` of ggml 0.26), which ends the program.
+const WORK_BYTES: usize = 16 << 20;
 /// Why a switch does not happen.
 const REFUSED_MEANWHILE: &str = "a graph that the program made meanwhile refuses swaps of its weights: 'llama-sidecar status' has the reason";
 
@@ -745,6 +748,12 @@ impl Store for ProgramStore<'_> {
                 }
                 result => result?,
             }
+        }
+        if !staged.next.is_empty() && !memory::has(WORK_BYTES) {
+            return Err(StageError::OverBudget(format!(
+                "this process gets no further {} MiB, which the program may need to compute with other types: raise its limits",
+                WORK_BYTES >> 20
+            )));
         }
         Ok((!staged.effects.is_empty()).then_some(staged))
     }

@@ -7,6 +7,7 @@
 //! | [`maps`] | files that are mapped into the process |
 //! | [`memory`] | memory of the process that may be gone |
 //! | [`reserve`] | memory where malloc has none left |
+//! | [`thread_locals`] | destructors of thread-local data, where malloc has no memory left |
 //! | [`unwind`] | the unwinder of libgcc_s, loaded on demand |
 //! | [`journal`] | events for `llama-sidecar run` and `doctor` |
 
@@ -16,4 +17,5 @@ pub mod memory;
 pub mod reserve;
 pub mod signals;
 pub mod thread;
+mod thread_locals;
 pub mod unwind;

@@ -9,7 +9,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Bytes that are reserved; no page of them is taken before it is needed.
 const SIZE: usize = 4 << 20;
 
-#[repr(align(16))]
+/// Allocations have whole units: what threads share is aligned to the cache lines of two, also in libraries.
+const UNIT: usize = 128;
+
+#[repr(align(128))]
 struct Bytes(UnsafeCell<[u8; SIZE]>);
 
 // SAFETY: each part belongs to the allocation that took it.
@@ -29,11 +32,11 @@ fn is_of_reserve(at: *mut u8) -> bool {
 
 /// Returns the bytes that an allocation takes.
 fn rounded(size: usize) -> u64 {
-    (size as u64).next_multiple_of(16)
+    (size as u64).next_multiple_of(UNIT as u64)
 }
 
 fn take(layout: Layout) -> *mut u8 {
-    if layout.size() > SIZE || layout.align() > 16 {
+    if layout.size() > SIZE || layout.align() > UNIT {
         return null_mut();
     }
     let size = rounded(layout.size());
@@ -122,7 +125,7 @@ mod tests {
         let parts: Vec<*mut u8> = std::iter::repeat_with(|| take(layout(1000)))
             .take_while(|at| !at.is_null())
             .collect();
-        assert_eq!(parts.len(), SIZE / 1008);
+        assert_eq!(parts.len(), SIZE / 1024);
         assert!(parts.is_sorted() && parts.iter().all(|at| is_of_reserve(*at)));
         // SAFETY: parts of the reserve, of these sizes.
         unsafe {
@@ -134,5 +137,16 @@ mod tests {
             }
         }
         assert_eq!(TAKEN.load(Ordering::SeqCst), 0);
+        for align in [64, 128] {
+            let aligned = Layout::from_size_align(512, align).expect("a layout");
+            let at = take(aligned);
+            assert!(
+                !at.is_null() && (at as usize).is_multiple_of(align),
+                "{at:?}"
+            );
+            give_back(at, aligned);
+        }
+        let page = Layout::from_size_align(1, 4096).expect("a layout");
+        assert!(take(page).is_null());
     }
 }
