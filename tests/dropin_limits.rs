@@ -183,6 +183,28 @@ fn descriptors_that_the_program_closes_are_used_no_more() {
     assert_eq!(written, "", "the file of the program");
 }
 
+fn few_descriptors() -> bool {
+    limit(libc::RLIMIT_NOFILE, 300)
+}
+
+/// The program has all its files open at a time.
+#[test]
+fn a_model_of_many_files_is_refused_where_descriptors_are_few() {
+    let model = fixture("smollm2-tensor-shards").join("smollm2-00001-of-00272.gguf");
+    let answer = |on: &DropIn| {
+        let mut host = Host::start_with(Program::CMapped, &model, on, |command| {
+            before_exec(command, few_descriptors);
+        });
+        let answer = hash(&host.ask(EVALUATE));
+        if !matches!(on, DropIn::Absent) {
+            host.wait_logged("this process may have 300 descriptors", 1);
+        }
+        assert_eq!(host.end(), Some(0));
+        answer
+    };
+    assert_eq!(answer(&DropIn::with(&[])), answer(&DropIn::Absent));
+}
+
 /// The address space of limited programs.
 static LIMIT: AtomicU64 = AtomicU64::new(0);
 
