@@ -152,6 +152,14 @@ impl<T: AsFd> Drop for Kept<T> {
 }
 
 impl Kept {
+    /// Opens an open file again, with other options and a position of its own.
+    pub fn open_again(&self, options: &OpenOptions) -> io::Result<File> {
+        open(
+            options,
+            format!("/proc/self/fd/{}", self.get()?.as_raw_fd()),
+        )
+    }
+
     /// Appends bytes to a file, or writes them to a stream.
     pub fn write_all(&self, bytes: &[u8]) -> io::Result<()> {
         without_write_signals(|| self.get()?.write_all(bytes))

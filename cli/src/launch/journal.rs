@@ -1,6 +1,7 @@
 //! Events that the drop-in wrote about the processes of a command.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::fs::FileExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitStatus;
@@ -57,11 +58,16 @@ impl Journal {
         /// What the names of journals start with.
         const PREFIX: &str = "llama-sidecar-events-";
         let made = temporary::file(folder, PREFIX).and_then(|file| {
-            let reserve = || fallocate(file.as_file(), FallocateFlags::KEEP_SIZE, 0, SPACE);
-            match without_write_signals(reserve) {
-                Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => Ok(file),
-                Err(error) => Err(error.into()),
-            }
+            without_write_signals(|| {
+                match fallocate(file.as_file(), FallocateFlags::KEEP_SIZE, 0, SPACE) {
+                    Ok(()) | Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
+                    Err(error) => return Err(error.into()),
+                }
+                // There can be a limit of file sizes, too.
+                file.as_file().write_all_at(b"{", 0)?;
+                file.as_file().set_len(0)
+            })?;
+            Ok(file)
         });
         Ok(Journal(made.context(
             "cannot create a temporary file: set TMPDIR to a folder with free space",

@@ -1,5 +1,6 @@
 //! A terminal, and its keys.
 
+use std::mem::ManuallyDrop;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::time::Duration;
 
@@ -40,8 +41,10 @@ pub fn show(programs: Programs, interval: Duration, samples: Option<u64>) -> Res
         restore();
         interruption::end_now(signal);
     })?;
-    let mut terminal = ratatui::try_init()?;
+    // Its end writes to standard error, and panics where that is gone.
+    let mut terminal = ManuallyDrop::new(ratatui::try_init()?);
     let shown = Screen::new(programs).run(&mut terminal, &ended);
+    let _ = terminal.show_cursor();
     restore();
     shown
 }

@@ -1,6 +1,6 @@
 //! A GGUF file on disk: opening, identity, mapping and reading.
 
-use std::fs::{Metadata, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
@@ -295,12 +295,24 @@ impl Source {
 
     /// Returns whether a part of this range was never written, as far as the file system knows.
     pub fn has_hole(&self, offset: u64, len: u64) -> bool {
-        let Ok(file) = self.file.get() else {
+        let Ok(file) = self.opened_again() else {
             return false;
         };
-        // SAFETY: looks for a position in a descriptor that is open; reads here have positions of their own.
+        // SAFETY: looks for a position in a descriptor that is open.
         let hole = unsafe { libc::lseek(file.as_raw_fd(), offset as libc::off_t, libc::SEEK_HOLE) };
         u64::try_from(hole).is_ok_and(|hole| hole < offset.saturating_add(len))
+    }
+
+    /// Opens the open file again, for a position of its own; without /proc, by its path.
+    fn opened_again(&self) -> io::Result<File> {
+        let mut options = OpenOptions::new();
+        options.read(true).custom_flags(libc::O_NONBLOCK);
+        let again = self.file.open_again(&options);
+        let again = again.or_else(|_| descriptors::open(&options, &self.path))?;
+        match FileId::of(&again.metadata()?).same_inode(&self.id) {
+            true => Ok(again),
+            false => Err(io::ErrorKind::NotFound.into()),
+        }
     }
 
     /// Fails if the open file was written since it was opened.

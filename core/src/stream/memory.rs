@@ -15,7 +15,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 
-use crate::descriptors::{self, Kept};
+use crate::descriptors::Kept;
 use crate::memory::{Taken, take_address_space};
 
 /// Whole pages of a file, and where they are mapped.
@@ -49,8 +49,7 @@ impl Span {
 pub fn open_direct(file: &Kept) -> io::Result<Kept> {
     let mut options = OpenOptions::new();
     options.read(true).custom_flags(libc::O_DIRECT);
-    let path = format!("/proc/self/fd/{}", file.get()?.as_raw_fd());
-    Kept::new(descriptors::open(&options, path)?)
+    Kept::new(file.open_again(&options)?)
 }
 
 /// Memory that is divided into slots by its user.
