@@ -157,8 +157,12 @@ fn no_descriptor_has_the_number_of_a_standard_one() {
         let mut host = host(&variables, no_standard_error);
         assert_eq!(hash(&host.ask(EVALUATE)), expected);
         assert_eq!(control(host.socket(), "status")["ok"], true);
-        let found = standard_error(&host);
-        assert_eq!(found, error, "a descriptor of the program or none");
+        // The C library opens files itself, such as the number of processors, for a moment.
+        let mut found = (0..200).map(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(5));
+            standard_error(&host)
+        });
+        assert!(found.any(|found| found == error), "a descriptor that stays");
         assert_eq!(host.end(), Some(0));
     }
     assert_eq!(without.end(), Some(0));

@@ -8,7 +8,7 @@ use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 std::arch::global_asm!(
-    ".globl __cxa_thread_atexit_impl",
+    ".weak __cxa_thread_atexit_impl",
     ".hidden __cxa_thread_atexit_impl",
     ".type __cxa_thread_atexit_impl, @function",
     "__cxa_thread_atexit_impl:",
@@ -20,29 +20,26 @@ type Destructor = unsafe extern "C" fn(*mut c_void);
 /// The destructors of a thread, with their data.
 type Entries = Vec<(Destructor, usize)>;
 
-/// The key of the entries of a thread, plus one; 0 before there is one.
+/// The key of the entries of a thread, plus one; 0 without one.
 static KEY: AtomicU64 = AtomicU64::new(0);
+
+/// Makes the key when the library is loaded: keys of a thread that ends are cleared in their order, and that of the standard
+/// library, which is made at its first use, has what destructors may need.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static MAKE_KEY: extern "C" fn() = make_key;
+
+extern "C" fn make_key() {
+    let mut new = 0;
+    // SAFETY: makes a key.
+    if unsafe { libc::pthread_key_create(&raw mut new, Some(end)) } == 0 {
+        KEY.store(u64::from(new) + 1, Ordering::Release);
+    }
+}
 
 fn key() -> Option<libc::pthread_key_t> {
     let known = KEY.load(Ordering::Acquire);
-    if known != 0 {
-        return Some((known - 1) as libc::pthread_key_t);
-    }
-    let mut new = 0;
-    // SAFETY: makes a key; one that another thread made first is used in its place.
-    unsafe {
-        if libc::pthread_key_create(&raw mut new, Some(end)) != 0 {
-            return None;
-        }
-        let (unset, order) = (0, Ordering::AcqRel);
-        match KEY.compare_exchange(unset, u64::from(new) + 1, order, Ordering::Acquire) {
-            Ok(_) => Some(new),
-            Err(first) => {
-                libc::pthread_key_delete(new);
-                Some((first - 1) as libc::pthread_key_t)
-            }
-        }
-    }
+    Some(known.checked_sub(1)? as libc::pthread_key_t)
 }
 
 /// Registers a destructor of this thread. Without memory, its data stays.

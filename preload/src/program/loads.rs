@@ -117,15 +117,15 @@ thread_local! {
     /// The last file that this thread opened and that is not a further shard.
     static FIRST: RefCell<Option<PathBuf>> = const { RefCell::new(None) };
     /// Set on a thread that opened a file.
-    static OPENER: Opener = const { Opener };
+    static OPENER: Opener = Opener(std::thread::current().id());
 }
 
 /// Closes, at the end of a thread, files that the thread opened for their metadata only.
-struct Opener;
+struct Opener(ThreadId);
 
 impl Drop for Opener {
     fn drop(&mut self) {
-        let thread = std::thread::current().id();
+        let thread = self.0;
         let mut loads = SHARED.loads.lock();
         loads.retain(|load, has_begun| load.thread != thread || has_begun);
     }
