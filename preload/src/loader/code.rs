@@ -239,7 +239,7 @@ mod tests {
         assert!(moved.ends_with(&0x1005_u64.to_le_bytes()), "{moved:x?}");
         // An operand does not: cmp dword ptr [rip + 16], 0; ret
         let operand = [0x83, 0x3d, 16, 0, 0, 0, 0, 0xc3];
-        let moved = start(&operand).and_then(|operand| Ok(operand.moved(FAR)?));
+        let moved = Start::of(&operand, 2 * FAR).and_then(|operand| operand.moved(FAR));
         assert_eq!(
             moved.expect_err("too far"),
             "begins with instructions that cannot be moved"
