@@ -170,14 +170,21 @@ fn watch(
     is_done: impl Fn(&Events) -> bool,
     mapped: &mut BTreeSet<PathBuf>,
 ) -> Result<Option<ExitStatus>> {
+    /// How long a program may take to end by a signal that it gets, too.
+    const END_TIME: Duration = Duration::from_secs(1);
     let began = Instant::now();
+    let mut interrupted = None;
     loop {
         if let Some(status) = child.try_wait()? {
             return Ok(Some(status));
         }
         let events = journal.read();
         mapped.extend(events.processes().into_iter().flat_map(hooks::mapped));
-        if is_done(&events) || began.elapsed() > patience || interruption::signal().is_some() {
+        if interruption::signal().is_some() {
+            interrupted.get_or_insert_with(Instant::now);
+        }
+        let is_over = interrupted.is_some_and(|since| since.elapsed() > END_TIME);
+        if is_done(&events) || began.elapsed() > patience || is_over {
             break;
         }
         std::thread::sleep(Duration::from_millis(50));
