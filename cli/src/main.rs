@@ -338,13 +338,7 @@ fn main() -> ExitCode {
     };
     // What was measured and written is complete.
     interruption::end_by_signal();
-    let lost = print::lost();
-    let result = result.and_then(|()| {
-        lost.map_or(Ok(()), |error| {
-            Err(anyhow::Error::new(error).context("cannot write to standard output"))
-        })
-    });
-    match result {
+    match result.and(print::finish()) {
         Ok(()) => ExitCode::SUCCESS,
         // A reader that closes its end, for example `head`, is not a failure.
         Err(error) if print::is_closed(&error) => ExitCode::SUCCESS,

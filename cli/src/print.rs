@@ -5,8 +5,9 @@
 
 use std::fmt::Arguments;
 use std::io::{self, ErrorKind, StdoutLock, Write};
-use std::sync::Mutex;
+use std::sync::OnceLock;
 
+use anyhow::{Result, bail};
 use sidecar_core::signals::without_write_signals;
 use sidecar_core::text;
 
@@ -23,9 +24,9 @@ macro_rules! eprintln {
 }
 
 /// The first error of [`output`].
-static LOST: Mutex<Option<io::Error>> = Mutex::new(None);
+static LOST: OnceLock<io::Error> = OnceLock::new();
 
-/// Prints text on standard output. What fails is an error when the command has done its work: [`lost`].
+/// Prints text on standard output. What fails is an error when the command has done its work: [`finish`].
 pub fn output(text: Arguments<'_>) {
     let text = text::lines(&text.to_string()).into_owned();
     note(|| io::stdout().write_all(text.as_bytes()));
@@ -33,21 +34,19 @@ pub fn output(text: Arguments<'_>) {
 
 fn note(write: impl FnOnce() -> io::Result<()>) {
     if let Err(error) = without_write_signals(write) {
-        let mut lost = LOST
-            .lock()
-            .unwrap_or_else(std::sync::PoisonError::into_inner);
-        lost.get_or_insert(error);
+        let _ = LOST.set(error);
     }
 }
 
-/// Writes what is left of the output. Returns why some of it is lost, except where its reader has closed its end.
-pub fn lost() -> Option<io::Error> {
+/// Writes what is left of the output. Fails if some of it is lost, except where its reader has closed its end.
+pub fn finish() -> Result<()> {
     note(|| io::stdout().flush());
-    let mut lost = LOST
-        .lock()
-        .unwrap_or_else(std::sync::PoisonError::into_inner);
-    lost.take()
-        .filter(|error| error.kind() != ErrorKind::BrokenPipe)
+    match LOST.get() {
+        Some(error) if error.kind() != ErrorKind::BrokenPipe => {
+            bail!("cannot write to standard output: {error}")
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Prints a message on standard error. Its further lines are indented: none looks like a message of its own. A message

@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
 
+use crate::limits;
 use crate::signals::without_write_signals;
 
 /// Calls `open`, whose descriptors are 3 and above, and closed when a program is executed.
@@ -115,7 +116,7 @@ impl<T: AsFd> Kept<T> {
     /// Keeps what was opened just now. Fails where descriptors are scarce: the last quarter of those that the process may
     /// have is left to the program.
     pub fn new(opened: T) -> io::Result<Kept<T>> {
-        let most = most_descriptors();
+        let most = limits::current(libc::RLIMIT_NOFILE);
         if opened.as_fd().as_raw_fd() as u64 >= most - most.div_ceil(4) {
             return Err(io::Error::other(format!(
                 "this process may have {most} descriptors, and the last quarter is left to the program: start it with a higher limit (ulimit -n)"
@@ -176,17 +177,6 @@ impl Kept {
     }
 }
 
-/// Returns how many descriptors this process may have.
-fn most_descriptors() -> u64 {
-    let mut limit = libc::rlimit {
-        rlim_cur: libc::RLIM_INFINITY,
-        rlim_max: libc::RLIM_INFINITY,
-    };
-    // SAFETY: fills the struct, or leaves it.
-    unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut limit) };
-    limit.rlim_cur
-}
-
 /// Returns the device and the inode of a descriptor.
 fn identity(of: BorrowedFd<'_>) -> io::Result<(libc::dev_t, libc::ino_t)> {
     let mut found = std::mem::MaybeUninit::<libc::stat>::uninit();
@@ -217,18 +207,14 @@ fn has_mark(of: BorrowedFd<'_>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::process::Stdio;
+    use testkit::process::in_own_process;
 
     #[test]
     fn threads_leave_each_other_no_number_of_a_standard_one() {
-        const CLOSED: &str = "LLAMA_SIDECAR_TEST_CLOSED";
-        if std::env::var_os(CLOSED).is_none() {
-            // The standard library opens what is closed at the start of a process, so this one closes it itself.
-            let name = "descriptors::tests::threads_leave_each_other_no_number_of_a_standard_one";
-            let status = std::process::Command::new(std::env::current_exe().expect("a path"))
-                .args(["--exact", name])
-                .env(CLOSED, "1")
-                .status()
-                .expect("started");
+        // The standard library opens what is closed at the start of a process, so this one closes it itself.
+        let name = "descriptors::tests::threads_leave_each_other_no_number_of_a_standard_one";
+        if let Some(status) = in_own_process(name, Stdio::inherit()) {
             return assert_eq!(
                 status.code(),
                 Some(0),

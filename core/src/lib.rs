@@ -23,6 +23,7 @@
 //! | [`text`] | text from outside, for each kind of output |
 //! | [`descriptors`] | descriptors inside a program that has its own |
 //! | [`signals`] | signals that this library keeps from the program |
+//! | `limits` | limits of this process |
 //! | `sync` | atomics and locks, which a test replaces |
 // Tests are no programs of users.
 #![cfg_attr(test, allow(clippy::disallowed_methods))]
@@ -34,6 +35,7 @@ pub mod experts;
 pub mod fetch;
 pub mod files;
 pub mod gguf;
+mod limits;
 pub mod logger;
 pub mod memory;
 pub mod parallel;

@@ -132,30 +132,14 @@ mod tests {
     use super::*;
     use std::io::{Read, Seek};
     use std::os::fd::AsRawFd;
-    use std::process::{Command, Stdio};
-
-    /// Runs a test of this module in a process of its own, with some standard error. Returns whether it is that process.
-    fn is_alone(test: &str, errors: Stdio) -> bool {
-        const ALONE: &str = "LLAMA_SIDECAR_TEST_ALONE";
-        if std::env::var_os(ALONE).is_some() {
-            return true;
-        }
-        let status = Command::new(std::env::current_exe().expect("a path"))
-            .args(["--exact", &format!("logger::tests::{test}")])
-            .env(ALONE, "1")
-            .stderr(errors)
-            .status();
-        assert!(status.expect("it starts").success());
-        false
-    }
+    use std::process::Stdio;
+    use testkit::process::in_own_process;
 
     #[test]
     fn a_file_with_the_number_of_standard_error_gets_no_message() {
-        if !is_alone(
-            "a_file_with_the_number_of_standard_error_gets_no_message",
-            Stdio::null(),
-        ) {
-            return;
+        let name = "logger::tests::a_file_with_the_number_of_standard_error_gets_no_message";
+        if let Some(status) = in_own_process(name, Stdio::null()) {
+            return assert!(status.success());
         }
         // SAFETY: nothing in this process needs it any more.
         unsafe { libc::close(libc::STDERR_FILENO) };
@@ -172,11 +156,10 @@ mod tests {
     #[test]
     fn a_reader_that_does_not_read_is_not_waited_for() {
         let (_reader, writer) = std::io::pipe().expect("a pipe");
-        if is_alone(
-            "a_reader_that_does_not_read_is_not_waited_for",
-            writer.into(),
-        ) {
-            (0..4).for_each(|_| print(&"more than a pipe takes\n".repeat(1 << 12)));
+        let name = "logger::tests::a_reader_that_does_not_read_is_not_waited_for";
+        match in_own_process(name, writer.into()) {
+            Some(status) => assert!(status.success()),
+            None => (0..4).for_each(|_| print(&"more than a pipe takes\n".repeat(1 << 12))),
         }
     }
 }

@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::descriptors::read_to_string;
+use crate::limits;
 
 /// Bytes of address space that were taken.
 static TAKEN: AtomicU64 = AtomicU64::new(0);
@@ -105,13 +106,8 @@ pub fn has(bytes: usize) -> bool {
 
 /// Returns the bytes of address space that this process can still map; `None` without a limit.
 fn free_address_space() -> Option<u64> {
-    let mut limit = libc::rlimit {
-        rlim_cur: libc::RLIM_INFINITY,
-        rlim_max: libc::RLIM_INFINITY,
-    };
-    // SAFETY: a valid struct.
-    unsafe { libc::getrlimit(libc::RLIMIT_AS, &mut limit) };
-    let limit = Some(limit.rlim_cur).filter(|limit| *limit != libc::RLIM_INFINITY)?;
+    let limit = limits::current(libc::RLIMIT_AS);
+    let limit = Some(limit).filter(|limit| *limit != libc::RLIM_INFINITY)?;
     let mapped = read_to_string("/proc/self/statm").ok()?;
     let pages: u64 = mapped.split(' ').next()?.parse().ok()?;
     // SAFETY: a plain call.

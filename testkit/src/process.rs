@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::process::Command;
+use std::process::{Command, ExitStatus, Stdio};
 
 /// Resident memory in bytes.
 pub fn resident() -> u64 {
@@ -154,4 +154,16 @@ pub fn lead_session(command: &mut Command, terminal: OwnedFd) {
         // SAFETY: plain system calls.
         unsafe { libc::setsid() >= 0 && libc::ioctl(terminal.as_raw_fd(), libc::TIOCSCTTY, 0) == 0 }
     });
+}
+
+/// Runs a test of this program in a process of its own, with some standard error, and returns how that ended; `None` in
+/// that process.
+pub fn in_own_process(test: &str, errors: Stdio) -> Option<ExitStatus> {
+    const OWN: &str = "LLAMA_SIDECAR_TEST_PROCESS";
+    if std::env::var_os(OWN).is_some() {
+        return None;
+    }
+    let mut command = Command::new(std::env::current_exe().expect("a path"));
+    command.args(["--exact", test]).env(OWN, "1").stderr(errors);
+    Some(command.status().expect("it starts"))
 }

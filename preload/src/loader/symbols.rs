@@ -205,10 +205,21 @@ mod tests {
                 (symbol.st_value, symbol.st_size) = (0x1000 * (number as u64 + 1), 64);
                 file.put(Small::SYMBOLS + 24 * (number + 1), symbol);
             }
-            let end = Small::STRINGS..;
-            file.0[end].copy_from_slice(Small::NAMES);
+            file.0[Small::STRINGS..].copy_from_slice(Small::NAMES);
             (file, [part])
         }
+    }
+
+    #[test]
+    fn a_program_without_llama_cpp_has_none_of_its_functions() {
+        let file = std::fs::read("/proc/self/exe").expect("this program");
+        let header: Elf64_Ehdr = Memory::of(&file).read(0).expect("a header");
+        let headers = Memory::of(&file).part(header.e_phoff, u64::MAX);
+        let headers = headers.expect("in the file").entries::<Elf64_Phdr>();
+        let headers: Vec<_> = headers.take(header.e_phnum.into()).collect();
+        let table = Table::of(Memory::of(&file), &headers).expect("a table");
+        assert_eq!(by_name(&table, 0), []);
+        assert!(Table::of(Memory::of(&file[..file.len() / 2]), &headers).is_none());
     }
 
     #[test]

@@ -148,24 +148,22 @@ pub fn addresses() -> Range<usize> {
 
 /// Records a GGUF file that the program opened on this thread.
 pub fn file_opened(caller: &'static Caller, ggml: &'static Ggml, path: &Path) {
-    let opened = GgufFile::open(path, Access::Read);
+    let opened = GgufFile::open(path, Access::Read).map_err(|error| {
+        let reason = format!("cannot watch a file that the program opened: {error}");
+        log::warn!("{reason}");
+        journal::note_once(|| Event::Passive { reason });
+    });
     let thread = std::thread::current().id();
     let mut loads = SHARED.loads.lock();
     // If tensors have memory already, this file is of the next model.
     let mut current = loads.not_begun(thread);
-    let gguf = match opened {
-        Ok(gguf) => gguf,
-        Err(error) => {
-            let reason = format!("cannot watch a file that the program opened: {error}");
-            log::warn!("{reason}");
-            journal::note_once(|| Event::Passive { reason });
-            // The program needs descriptors for the other files.
-            if let Some(load) = current {
-                load.files.clear();
-                load.is_unwatched = true;
-            }
-            return;
+    let Ok(gguf) = opened else {
+        // The program needs descriptors for the other files.
+        if let Some(load) = current {
+            load.files.clear();
+            load.is_unwatched = true;
         }
+        return;
     };
     let is_unwatched = current.as_ref().is_some_and(|load| load.is_unwatched);
     if is_adapter(&gguf) || is_unwatched && gguf.is_further_shard() {
