@@ -100,6 +100,15 @@ pub fn read_to_string(path: impl AsRef<Path>) -> io::Result<String> {
     Ok(text)
 }
 
+/// Returns how many threads of this process can run at a time, at least one, for which the standard library opens files of
+/// control groups.
+pub fn processors() -> usize {
+    above_standard(|| {
+        #[expect(clippy::disallowed_methods, reason = "with numbers above 2")]
+        std::thread::available_parallelism().map_or(1, usize::from)
+    })
+}
+
 /// A descriptor that is kept. Its number is used only while it belongs to the same file or socket, and, of a file that is
 /// only read, to what was opened here: a program may have opened its model again.
 #[derive(Debug)]

@@ -2,6 +2,7 @@
 
 use parking_lot::{Condvar, Mutex};
 
+use crate::descriptors::processors;
 use crate::memory::take_for_thread;
 use crate::priority::lower_priority;
 use crate::signals::without_signals;
@@ -34,9 +35,7 @@ impl Threads {
 
 /// Returns the number of threads that speed up copying on this machine.
 fn fastest() -> usize {
-    std::thread::available_parallelism()
-        .map_or(1, usize::from)
-        .min(MAX_THREADS)
+    processors().min(MAX_THREADS)
 }
 
 /// Calls `work` once for each item, in order, and waits for the threads. They block all signals,

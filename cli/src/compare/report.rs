@@ -7,6 +7,7 @@ use std::fs;
 
 use anyhow::Result;
 use serde::Serialize;
+use sidecar_core::descriptors::processors;
 use sidecar_core::memory::free_memory;
 use sidecar_core::protocol::Event;
 use sidecar_core::text::{self, html};
@@ -74,7 +75,7 @@ impl Machine {
         let name = name.map(|rest| rest.trim_start_matches([' ', '\t', ':']));
         Machine {
             processor: name.unwrap_or("unknown").to_owned(),
-            threads: std::thread::available_parallelism().map_or(1, usize::from),
+            threads: processors(),
             memory_bytes: session::field(&memory, "MemTotal:") << 10,
             free_memory_bytes: free_memory().map_or(0, |(free, _)| free),
             kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),

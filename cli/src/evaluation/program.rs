@@ -12,6 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use rustix::process::{Signal, set_parent_process_death_signal};
 use serde::de::DeserializeOwned;
+use sidecar_core::descriptors::processors;
 use sidecar_core::files::{self, Replace};
 use sidecar_core::protocol::{LayerMask, Overlay, Reply, Request, Round, Status, StreamFigures};
 use sidecar_core::text;
@@ -75,7 +76,6 @@ impl EvaluationOptions {
         if let Some(word) = self.arguments.iter().find(of_model) {
             bail!("'{word}' after -- names another model: the command has one already");
         }
-        let processors = || std::thread::available_parallelism().map_or(1, usize::from);
         Ok(Program {
             executable: Executable::find(&self.program)
                 .context("pass the path of llama.cpp's llama-perplexity with --program")?,

@@ -38,6 +38,7 @@ use anyhow::{Context, Result, ensure};
 use ggml_quantize::Ggml;
 use indicatif::ProgressBar;
 use regex::Regex;
+use sidecar_core::descriptors::processors;
 use sidecar_core::gguf::GgufFile;
 use sidecar_core::reload::hash_bytes;
 use sidecar_core::text;
@@ -356,10 +357,6 @@ pub fn quantize(
         path: quantizer.make(&candidate.name, &tensors, &outcomes, &bar)?,
         names: tensors.iter().map(|tensor| tensor.name.into()).collect(),
     })
-}
-
-fn processors() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// A work folder that is removed unless it is used: this process made it, and has its lock.

@@ -203,7 +203,7 @@ impl Config {
 /// Returns the number of physical cores and of hardware threads. Where the kernel does not
 /// report cores, there are as many as threads.
 pub fn cores_and_threads() -> (u32, u32) {
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = descriptors::processors();
     let core = |cpu: usize| {
         let topology = format!("/sys/devices/system/cpu/cpu{cpu}/topology");
         let read = |name: &str| descriptors::read_to_string(format!("{topology}/{name}")).ok();

@@ -17,7 +17,7 @@ use super::preference::Ranking;
 use super::requests::{ExpertSet, Requests, UNITS, Unit};
 use super::residents::{Mapped, Residents};
 use super::router::Routers;
-use crate::descriptors::Kept;
+use crate::descriptors::{Kept, processors};
 use crate::experts::{ExpertIndex, ExpertSlice, ExpertTensor, MAX_EXPERTS, Projection};
 use crate::gguf::GgufFile;
 use crate::memory::take_for_thread;
@@ -81,8 +81,7 @@ impl Settings {
     /// Returns half of the processors, from 1 to 4: a thread spends most of its time on freeing
     /// memory for the page cache, at about 1 GB/s.
     pub fn default_threads() -> usize {
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        (processors / 2).clamp(1, 4)
+        (processors() / 2).clamp(1, 4)
     }
 
     /// Returns [`Settings::look_ahead_bytes`] for an amount of free memory, if that is known: the
