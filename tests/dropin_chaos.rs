@@ -18,7 +18,7 @@ use serde_json::Value;
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, built, disturb, hash, preload_library, replace};
 use testkit::memory_limit::MemoryLimit;
-use testkit::process::{before_exec, memory};
+use testkit::process::{before_exec, limit, limit_of, memory};
 use testkit::server::{Options, Request, Server};
 use testkit::{long_tests, skipped};
 
@@ -524,16 +524,6 @@ fn cannot_mount() -> Option<String> {
     Some(format!("no mounts of a program's own: {error}"))
 }
 
-fn limit(process: u32, resource: libc::__rlimit_resource_t, most: u64) {
-    let limit = libc::rlimit {
-        rlim_cur: most,
-        rlim_max: most,
-    };
-    let process = process as libc::pid_t;
-    // SAFETY: a valid struct; a process that ended is an error.
-    unsafe { libc::prlimit(process, resource, &limit, std::ptr::null_mut()) };
-}
-
 fn signals() -> impl Iterator<Item = Event> {
     let stops = [
         libc::SIGKILL,
@@ -567,7 +557,7 @@ fn limits() -> impl Iterator<Item = Event> {
     ];
     let later = all.map(|(name, resource, most)| {
         Event::later(format!("limit: {name}"), move |_, of| {
-            limit(
+            limit_of(
                 of.process,
                 resource,
                 most.unwrap_or_else(|| memory(&of.process.to_string(), "VmSize:")),
@@ -581,10 +571,7 @@ fn limits() -> impl Iterator<Item = Event> {
     ];
     let at_start = at_start.map(|(name, resource, most)| {
         Event::at_start(format!("limit at the start: {name}"), move |_, command| {
-            before_exec(command, move || {
-                limit(0, resource, most);
-                true
-            });
+            before_exec(command, move || limit(resource, most));
         })
     });
     later.into_iter().chain(at_start)

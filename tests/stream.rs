@@ -5,6 +5,7 @@ use std::ffi::CString;
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
+use std::process::Stdio;
 
 use llama_sidecar::model::{Model, Options};
 use sidecar_core::experts::{ExpertIndex, Projection};
@@ -12,6 +13,7 @@ use sidecar_core::gguf::{Access, GgufFile};
 use sidecar_core::stream::{Matrices, Reader, Settings};
 use sidecar_core::trace::{Ids, LayerCounts, Snapshot};
 use tempfile::TempDir;
+use testkit::process::{in_own_process, limit, memory};
 use testkit::skipped;
 use testkit::writer::{F32, Gguf, Tensor};
 
@@ -572,31 +574,19 @@ fn malformed_routers_give_no_guess() {
 #[test]
 fn routers_that_do_not_fit_into_memory_are_an_error() {
     const ROUTER: u64 = 128 << 20;
+    let name = "routers_that_do_not_fit_into_memory_are_an_error";
+    if let Some(status) = in_own_process(name, Stdio::inherit()) {
+        return assert!(status.success());
+    }
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let file = with_hole(model(2), "blk.1.ffn_gate_inp.weight", &[1 << 22, 8]);
     let Some(gguf) = sparse(&folder, &file, ROUTER) else {
         return;
     };
-    // SAFETY: the child changes its own limit, makes a reader without threads, and ends.
-    let child = unsafe { libc::fork() };
-    if child == 0 {
-        let sizes = std::fs::read_to_string("/proc/self/statm").unwrap();
-        let pages: u64 = sizes.split(' ').next().unwrap().parse().unwrap();
-        let most = libc::rlimit {
-            rlim_cur: pages * PAGE + ROUTER / 2,
-            rlim_max: libc::RLIM_INFINITY,
-        };
-        // SAFETY: as above.
-        unsafe { libc::setrlimit(libc::RLIMIT_AS, &raw const most) };
-        let error = Reader::new(&[&gguf], PREDICTING, |_| true).unwrap_err();
-        let expected = error.kind() == std::io::ErrorKind::OutOfMemory;
-        // SAFETY: ends the child without handlers of the parent.
-        unsafe { libc::_exit(i32::from(!expected)) };
-    }
-    let mut status = -1;
-    // SAFETY: waits for the child of this test.
-    unsafe { libc::waitpid(child, &raw mut status, 0) };
-    assert_eq!(status, 0);
+    let mapped = memory("self", "VmSize:");
+    assert!(limit(libc::RLIMIT_AS, mapped + ROUTER / 2));
+    let error = Reader::new(&[&gguf], PREDICTING, |_| true).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::OutOfMemory);
 }
 
 #[test]

@@ -85,12 +85,24 @@ pub fn allow_many_open_files() {
 
 /// Limits a resource of this process, and of those that it starts; one system call. Returns whether that was permitted.
 pub fn limit(resource: libc::__rlimit_resource_t, most: u64) -> bool {
+    limit_of(0, resource, most)
+}
+
+/// As [`limit`], of another process.
+pub fn limit_of(process: u32, resource: libc::__rlimit_resource_t, most: u64) -> bool {
     let limit = libc::rlimit {
         rlim_cur: most,
         rlim_max: most,
     };
     // SAFETY: a valid struct.
-    unsafe { libc::setrlimit(resource, &limit) == 0 }
+    unsafe {
+        libc::prlimit(
+            process as libc::pid_t,
+            resource,
+            &limit,
+            std::ptr::null_mut(),
+        ) == 0
+    }
 }
 
 /// Returns the processes that have a variable, `NAME=VALUE`, in their environment.

@@ -749,7 +749,8 @@ impl Store for ProgramStore<'_> {
                 result => result?,
             }
         }
-        if !staged.next.is_empty() && !memory::has(WORK_BYTES) {
+        let is_return = staged.next.iter().all(|next| next.private.is_none());
+        if !is_return && !memory::has(WORK_BYTES) {
             return Err(StageError::OverBudget(format!(
                 "this process gets no further {} MiB, which the program may need to compute with other types: raise its limits",
                 WORK_BYTES >> 20
