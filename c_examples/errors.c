@@ -33,8 +33,8 @@ static void write_file(const void * bytes, size_t size) {
     CHECK(fclose(file) == 0);
 }
 
-static bool stop_at_once(uint64_t done, uint64_t total, void * unused) {
-    (void) done, (void) total, (void) unused;
+static bool stop_at_once(const struct llama_sidecar_load_progress * now, void * unused) {
+    (void) now, (void) unused;
     return false;
 }
 

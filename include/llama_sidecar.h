@@ -362,16 +362,34 @@ struct llama_sidecar_model_info {
     uint32_t gguf_version;
 };
 
+/** How far llama_sidecar_model_load_all is. */
+struct llama_sidecar_load_progress {
+    /**
+     * Set by the library to sizeof(struct llama_sidecar_load_progress), as the library knows it.
+     */
+    size_t struct_size;
+    /** Bytes loaded so far. */
+    uint64_t done;
+    /** Bytes to load. */
+    uint64_t total;
+    /** Number of tensors that are loaded completely. */
+    uint64_t n_done;
+    /** Number of tensors to load. */
+    uint64_t n_tensors;
+    /** Name of the tensor whose bytes were loaded last. Valid as long as the model. */
+    const char *name;
+};
+
 /**
  * Receives the progress of llama_sidecar_model_load_all, on the thread that made that call. The
  * last call has `done` equal to `total`. There is no call if nothing is to be loaded. It can make any
  * call, except that it must not reload this model.
  *
- * @param done Bytes loaded so far.
- * @param total Bytes to load.
+ * @param progress Valid during the call.
  * @return false to cancel the load, also in the last call.
  */
-typedef bool (*llama_sidecar_progress)(uint64_t done, uint64_t total, void *user_data);
+typedef bool (*llama_sidecar_progress)(const struct llama_sidecar_load_progress *progress,
+                                       void *user_data);
 
 /** Result of llama_sidecar_model_load_all. */
 struct llama_sidecar_load_report {
@@ -891,6 +909,22 @@ enum llama_sidecar_status llama_sidecar_metadata_text(const struct llama_model *
  * @return The model, or NULL on failure. Free it with llama_sidecar_model_free.
  */
 struct llama_model *llama_model_load(const char *path, const struct llama_sidecar_params *params);
+
+/**
+ * Makes a model of tensors that the program has in its memory: no file is opened, and nothing is
+ * copied. Post-fetch copies experts from there, and expert traces count them. Only the tensors of
+ * the experts are needed. The model has no metadata: set n_active of llama_postfetch_params. It
+ * cannot be reloaded or streamed, because it has no file: the path of each tensor is "tensors of
+ * the program".
+ *
+ * The bytes must be readable and stay as they are until the model and its schedulers are freed.
+ *
+ * @param tensors Array of `n` structs, whose size is the struct_size of the first.
+ * @return The model, or NULL on failure: for example, for two tensors of one name, or a number of
+ * bytes that type and dimensions do not have. Free it with llama_sidecar_model_free.
+ */
+struct llama_model *llama_sidecar_model_from_tensors(const struct llama_sidecar_tensor_data *tensors,
+                                                     size_t n);
 
 /**
  * Frees the handle of a model. The model itself lives until its contexts, post-fetch schedulers and

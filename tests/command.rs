@@ -168,6 +168,33 @@ fn status_with(errors: Stdio, most: u64) -> Option<i32> {
 }
 
 #[test]
+fn a_model_is_loaded_to_a_device() {
+    let model = fixture("small.gguf");
+    let driver = built("sim-cuda/libcuda.so.1");
+    let load = |device: &str| {
+        let mut command = Command::new(built("release/llama-sidecar"));
+        command.args(["load", "--device", device]).arg(&model);
+        command.env("LD_LIBRARY_PATH", driver.parent().expect("a folder"));
+        let output = command.output().expect("it starts");
+        let text = [output.stdout, output.stderr].concat();
+        (
+            output.status.code(),
+            String::from_utf8_lossy(&text).into_owned(),
+        )
+    };
+    let (code, text) = load("0");
+    assert_eq!(code, Some(0), "{text}");
+    assert!(text.contains("free, cuda0 (simulated GPU)"), "{text}");
+    let allocations = text
+        .lines()
+        .find_map(|line| line.strip_prefix("allocations"));
+    assert_eq!(allocations.map(str::trim), Some("1"), "{text}");
+    let (code, text) = load("1");
+    assert_eq!(code, Some(1), "{text}");
+    assert!(text.contains("there are 1 CUDA devices"), "{text}");
+}
+
+#[test]
 fn messages_that_cannot_be_written_end_no_program() {
     let unlimited = libc::RLIM_INFINITY;
     let full = || File::options().write(true).open("/dev/full");

@@ -265,6 +265,9 @@ fn a_load_that_is_cancelled_or_does_not_fit_leaves_nothing() {
     model
         .load_all(|progress| {
             assert!(progress.done >= last && progress.done <= progress.total);
+            let all = progress.tensors == progress.total_tensors;
+            assert!(progress.done < progress.total || all, "{progress:?}");
+            assert!(model.find(progress.name).is_some());
             last = progress.done;
             true
         })

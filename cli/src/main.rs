@@ -251,6 +251,9 @@ enum Command {
     Load {
         /// A GGUF file, or any shard of a model.
         file: PathBuf,
+        /// Load into the memory of this CUDA device, by its number after CUDA_VISIBLE_DEVICES.
+        #[arg(long, value_name = "N")]
+        device: Option<usize>,
     },
 }
 
@@ -331,7 +334,7 @@ fn main() -> ExitCode {
         Command::Round { at, start, .. } => control::run(&at, &Request::Round { start }),
         Command::Report(options) => report::run(&options),
         Command::Ping(at) => control::run(&at, &Request::Ping),
-        Command::Load { file } => inspect::load::run(&file),
+        Command::Load { file, device } => inspect::load::run(&file, device),
         Command::Generate { prefix } => generate::run(Arguments::command(), &prefix),
         Command::Witness => child::witness(),
         Command::Trial => Ok(()),

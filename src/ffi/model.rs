@@ -10,7 +10,7 @@ use super::handle::{self, Handle};
 use super::params::llama_sidecar_params;
 use super::status::{Failure, call, llama_sidecar_status, status};
 use super::{Flag, SizedStruct, fill, read, text};
-use crate::model::{Model, Progress};
+use crate::model::Model;
 use parking_lot::Mutex;
 use sidecar_core::gguf::Strings;
 
@@ -169,15 +169,36 @@ pub unsafe extern "C" fn llama_sidecar_model_get_info(
     })
 }
 
+/// How far llama_sidecar_model_load_all is.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct llama_sidecar_load_progress {
+    /// Set by the library to sizeof(struct llama_sidecar_load_progress), as the library knows it.
+    pub struct_size: usize,
+    /// Bytes loaded so far.
+    pub done: u64,
+    /// Bytes to load.
+    pub total: u64,
+    /// Number of tensors that are loaded completely.
+    pub n_done: u64,
+    /// Number of tensors to load.
+    pub n_tensors: u64,
+    /// Name of the tensor whose bytes were loaded last. Valid as long as the model.
+    pub name: *const c_char,
+}
+
 /// Receives the progress of llama_sidecar_model_load_all, on the thread that made that call. The
 /// last call has `done` equal to `total`. There is no call if nothing is to be loaded. It can make any
 /// call, except that it must not reload this model.
 ///
-/// @param done Bytes loaded so far.
-/// @param total Bytes to load.
+/// @param progress Valid during the call.
 /// @return false to cancel the load, also in the last call.
-pub type llama_sidecar_progress =
-    Option<unsafe extern "C" fn(done: u64, total: u64, user_data: *mut c_void) -> Flag>;
+pub type llama_sidecar_progress = Option<
+    unsafe extern "C" fn(
+        progress: *const llama_sidecar_load_progress,
+        user_data: *mut c_void,
+    ) -> Flag,
+>;
 
 /// Result of llama_sidecar_model_load_all.
 #[repr(C)]
@@ -222,9 +243,17 @@ pub unsafe extern "C" fn llama_sidecar_model_load_all(
 ) -> llama_sidecar_status {
     status(|| {
         let open = handle::get(model)?;
-        let done = open.model.load_all(|Progress { done, total }| {
+        let done = open.model.load_all(|now| {
+            let now = llama_sidecar_load_progress {
+                struct_size: size_of::<llama_sidecar_load_progress>(),
+                done: now.done,
+                total: now.total,
+                n_done: now.tensors,
+                n_tensors: now.total_tensors,
+                name: now.name.as_ptr(),
+            };
             // SAFETY: the caller gave the function for this call.
-            progress.is_none_or(|progress| unsafe { progress(done, total, user_data) }.into())
+            progress.is_none_or(|progress| unsafe { progress(&now, user_data) }.into())
         })?;
         if report.is_null() {
             return Ok(());

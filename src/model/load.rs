@@ -4,9 +4,10 @@
 //! on the source, and a truncated file gives an error instead of a bus error.
 
 use std::collections::BTreeMap;
+use std::ffi::CStr;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -31,11 +32,17 @@ const HUGE_PAGE: usize = 2 << 20;
 
 /// Progress of [`Model::load_all`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Progress {
+pub struct Progress<'a> {
     /// Bytes loaded so far.
     pub done: u64,
     /// Bytes to load.
     pub total: u64,
+    /// Number of tensors that are loaded completely.
+    pub tensors: u64,
+    /// Number of tensors to load.
+    pub total_tensors: u64,
+    /// Name of the tensor whose bytes were loaded last.
+    pub name: &'a CStr,
 }
 
 /// Result of [`Model::load_all`].
@@ -77,6 +84,7 @@ struct Block<'a> {
 
 /// Bytes to read: a tensor, or a piece of a tensor in one part.
 struct Piece<'a> {
+    /// Position among the tensors that are to be loaded.
     tensor: usize,
     file: usize,
     offset: u64,
@@ -169,7 +177,7 @@ impl Model {
     /// When `progress` returns `false`, all tensors loaded by this call are dropped again.
     ///
     /// A tensor that a reload replaces or relocates meanwhile may stay as it is.
-    pub fn load_all(&self, mut progress: impl FnMut(Progress) -> bool) -> Result<LoadReport> {
+    pub fn load_all(&self, mut progress: impl FnMut(Progress<'_>) -> bool) -> Result<LoadReport> {
         let began = Instant::now();
         let trusted: Vec<FileId> = self.files.iter().map(TrackedFile::trusted).collect();
         let (pending, generation) = self.all_pending();
@@ -295,18 +303,30 @@ impl Model {
         arenas: &[Arena],
         buffers: &mut [Mutex<Box<dyn Buffer>>],
         total: u64,
-        progress: &mut impl FnMut(Progress) -> bool,
+        progress: &mut impl FnMut(Progress<'_>) -> bool,
     ) -> Result<()> {
-        let done = AtomicU64::new(0);
+        let [done, tensors] = [const { AtomicU64::new(0) }; 2];
+        // Bytes of each tensor that are left, and the tensor that was read last.
+        let left: Vec<AtomicU64> = pending
+            .iter()
+            .map(|tensor| tensor.version.nbytes.into())
+            .collect();
+        let last = AtomicUsize::new(0);
         let failure: Mutex<Option<Error>> = Mutex::new(None);
         let cancelled = AtomicBool::new(false);
         let read = |mut piece: Piece<'_>| {
             let source = from_file(&self.files[piece.file].gguf.source, piece.offset);
             let result = copy_parts(&source, &mut piece.parts);
-            done.fetch_add(piece.bytes, Ordering::Relaxed);
+            if left[piece.tensor].fetch_sub(piece.bytes, Ordering::Relaxed) == piece.bytes {
+                tensors.fetch_add(1, Ordering::Relaxed);
+            }
+            last.store(piece.tensor, Ordering::Relaxed);
+            // After the counts that belong to it.
+            done.fetch_add(piece.bytes, Ordering::Release);
             result
                 .map_err(|error| {
-                    *failure.lock() = Some(self.copy_error(error, piece.file, piece.tensor));
+                    let index = pending[piece.tensor].index;
+                    *failure.lock() = Some(self.copy_error(error, piece.file, index));
                 })
                 .is_ok()
         };
@@ -315,8 +335,13 @@ impl Model {
             block.pieces.into_iter().all(read)
         };
         let beside = || {
-            let done = done.load(Ordering::Relaxed);
-            let go_on = progress(Progress { done, total });
+            let go_on = progress(Progress {
+                done: done.load(Ordering::Acquire),
+                total,
+                tensors: tensors.load(Ordering::Relaxed),
+                total_tensors: pending.len() as u64,
+                name: self.name(pending[last.load(Ordering::Relaxed)].index),
+            });
             cancelled.fetch_or(!go_on, Ordering::Relaxed);
             go_on
         };
@@ -442,12 +467,12 @@ fn blocks<'a>(
     }
     let mut blocks: BTreeMap<usize, Block<'a>> = BTreeMap::new();
     let mut others = Vec::new();
-    for (tensor, mut parts) in pending.iter().zip(destinations) {
+    for (at, (tensor, mut parts)) in pending.iter().zip(destinations).enumerate() {
         let Storage::File { file, offset, .. } = tensor.version.storage else {
             continue;
         };
         let piece = |from: u64, bytes, parts| Piece {
-            tensor: tensor.index,
+            tensor: at,
             file,
             offset: offset + from,
             bytes,

@@ -5,25 +5,36 @@ use std::time::Instant;
 
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
-use llama_sidecar::model::{Model, Options, Progress};
+use llama_sidecar::device::cuda::CudaDevice;
+use llama_sidecar::model::{Model, Options, Placement};
+use sidecar_core::text;
 
-/// Loads all tensors and prints time and memory. The progress bar appears on a terminal only.
-pub fn run(file: &Path) -> Result<()> {
+/// Loads all tensors, into the memory of a CUDA device if there is a number, and prints time and memory. The progress bar
+/// appears on a terminal only.
+pub fn run(file: &Path, device: Option<usize>) -> Result<()> {
+    let mut options = Options::host();
+    if let Some(number) = device {
+        options.devices.push(CudaDevice::open(number)?);
+        options.placement = Placement::on(options.devices.len() - 1);
+    }
     let opening = Instant::now();
-    let model = Model::open(file, Options::host())?;
+    let model = Model::open(file, options)?;
     let open_time = opening.elapsed();
 
-    let style =
-        ProgressStyle::with_template("{bar:40} {bytes}/{total_bytes} {binary_bytes_per_sec}")?;
+    let template = "{bar:30} {bytes}/{total_bytes} {binary_bytes_per_sec} {wide_msg}";
+    let style = ProgressStyle::with_template(template)?;
     let bar = ProgressBar::new(model.file_bytes()).with_style(style);
-    let report = model.load_all(|Progress { done, total }| {
-        bar.set_length(total);
-        bar.set_position(done);
+    let report = model.load_all(|now| {
+        bar.set_length(now.total);
+        bar.set_position(now.done);
+        let name = text::line(&now.name.to_string_lossy()).into_owned();
+        bar.set_message(format!("{}/{} {name}", now.tensors, now.total_tensors));
         true
     })?;
     bar.finish_and_clear();
 
-    let memory = model.devices()[0].memory();
+    let into = model.devices().last().expect("host memory at least");
+    let memory = into.memory();
     let seconds = report.time.as_secs_f64();
     println!(
         "open         {:>10.3} ms, {} tensors in {} file(s)",
@@ -42,9 +53,10 @@ pub fn run(file: &Path) -> Result<()> {
     );
     println!("allocations  {:>10}", report.allocations);
     println!(
-        "device peak  {:>10.1} MiB, {:.1} MiB free",
+        "device peak  {:>10.1} MiB, {:.1} MiB free, {}",
         mib(memory.peak),
-        mib(memory.free)
+        mib(memory.free),
+        into.name()
     );
     println!(
         "process peak {:>10.1} MiB resident",
