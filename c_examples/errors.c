@@ -86,6 +86,65 @@ static void parameters(const char * path) {
     OK(llama_sidecar_model_free(model));
 }
 
+// Tensors of the program that are no model, and a struct that is larger than the library knows.
+static void own_tensors(void) {
+    static float data[2 * 32 * 4];
+    struct newer {
+        struct llama_sidecar_tensor_data known;
+        char                             more[24];
+    } tensors[2];
+    memset(tensors, 0xee, sizeof(tensors));
+    const char * names[] = {"blk.7.ffn_down_exps.weight", "blk.7.ffn_gate_inp.weight"};
+    for (int i = 0; i < 2; i++) {
+        tensors[i].known = (struct llama_sidecar_tensor_data) {
+            sizeof(tensors[0]), names[i], data, sizeof(data), {32, 4, 2, 1}, 0};
+    }
+#define REFUSED(n, status, text)                                                  \
+    CHECK(llama_sidecar_model_from_tensors(&tensors[0].known, n) == NULL);        \
+    FAILS(llama_sidecar_last_status(), status, text)
+    CHECK(llama_sidecar_model_from_tensors(NULL, 1) == NULL);
+    FAILS(llama_sidecar_last_status(), LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "tensors");
+    REFUSED(0, LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "n is 0");
+    tensors[1].known.struct_size--;
+    REFUSED(2, LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "tensors[1]");
+    tensors[1].known.struct_size++;
+    tensors[0].known.struct_size = 71;
+    REFUSED(2, LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "struct_size");
+    tensors[0].known.struct_size = sizeof(tensors[0]);
+    tensors[1].known.name        = NULL;
+    REFUSED(2, LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "name");
+    tensors[1].known.name = names[0];
+    REFUSED(2, LLAMA_SIDECAR_STATUS_MALFORMED, names[0]);
+    tensors[1].known.name  = names[1];
+    tensors[1].known.ne[3] = UINT64_MAX;
+    REFUSED(2, LLAMA_SIDECAR_STATUS_MALFORMED, names[1]);
+    tensors[1].known.ne[3] = 2;
+    REFUSED(2, LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "1024 bytes");
+    tensors[1].known.ne[3] = 1;
+
+    struct llama_model * model = llama_sidecar_model_from_tensors(&tensors[0].known, 2);
+    CHECK(model != NULL && tensor_info(model, 1).host_data == (const void *) data);
+    struct llama_context * context = llama_sidecar_context_new(model);
+    struct llama_sidecar_report * report = NULL;
+    FAILS(llama_sidecar_reload(context, &report), LLAMA_SIDECAR_STATUS_DISABLED, "hot-swap is off");
+    OK(llama_sidecar_context_free(context));
+    CHECK(llama_expert_stream_new(model, NULL) == NULL);
+    FAILS(llama_sidecar_last_status(), LLAMA_SIDECAR_STATUS_DISABLED, "file");
+    struct llama_postfetch * postfetch = llama_postfetch_init(model, NULL);
+    CHECK(postfetch != NULL);
+    uint32_t layer = 0;
+    // Both tensors are at this address; the down-projections are found.
+    OK(llama_postfetch_layer_at(postfetch, data, &layer));
+    CHECK(layer == 7);
+    FAILS(llama_postfetch_layer_at(postfetch, data + 1, &layer), LLAMA_SIDECAR_STATUS_NOT_FOUND,
+          "down-projections");
+    FAILS(llama_postfetch_layer_at(postfetch, data, NULL), LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "layer");
+    OK(llama_postfetch_free(postfetch));
+    FAILS(llama_postfetch_layer_at(postfetch, data, &layer), LLAMA_SIDECAR_STATUS_BAD_HANDLE,
+          "llama_postfetch");
+    OK(llama_sidecar_model_free(model));
+}
+
 static void handles(struct llama_model * model, struct llama_context * context) {
     struct llama_sidecar_model_info info;
     info.struct_size = sizeof(info);
@@ -302,6 +361,7 @@ int main(int argc, char ** argv) {
     CHECK(llama_sidecar_last_status() == LLAMA_SIDECAR_STATUS_OK);
     files();
     parameters(argv[1]);
+    own_tensors();
 
     struct llama_sidecar_params params;
     params.struct_size = sizeof(params);

@@ -1,11 +1,11 @@
-// Uses post-fetch in a program that builds ggml graphs of its own, as llama.cpp does.
+// Uses post-fetch in a program that has ggml_tensors and builds ggml graphs of its own, as llama.cpp does.
 //
 //   1. A graph chooses experts. llama_postfetch_schedule takes these ids; it returns at once.
 //   2. A graph computes gate and up (MUL_MAT_ID) while the down-projections are copied to the GPU.
 //   3. For each expert, llama_postfetch_acquire gives a device address or the answer "use the CPU".
 //      The program makes a ggml_tensor of the answer and computes MUL_MAT_ID with it.
 //
-// The example also computes MUL_MAT_ID with the mapped file, and compares both results bit for bit.
+// The example also computes MUL_MAT_ID with its own tensors, and compares both results bit for bit.
 // It ends with 0 only if all of them are equal.
 //
 // usage: postfetch_ggml MOE.gguf [TOKENS]
@@ -17,12 +17,13 @@
 
 #include <ggml-cpu.h>
 #include <ggml.h>
+#include <gguf.h>
 
 #include <string.h>
 
 enum { N_THREADS = 2, MOST_EXPERTS = 1024, ACTIVATIONS = 64 << 20 };
 
-// What one layer has. The tensors belong to this program; their data is in the mapped file.
+// What one layer has. The tensors and their data belong to this program.
 struct layer {
     uint32_t             number;
     struct ggml_tensor * router;
@@ -39,60 +40,62 @@ static struct ggml_tensor * tensor_at(struct ggml_context * ctx, uint32_t type, 
                                                      (int64_t) ne[1], (int64_t) ne[2]);
     ggml_set_no_alloc(ctx, false);
     CHECK(tensor != NULL && data != NULL);
-    tensor->data = (void *) (uintptr_t) data; // read-only, as the mapping of the file
+    tensor->data = (void *) (uintptr_t) data; // only read
     return tensor;
 }
 
-// Makes a tensor for a weight of the model, or returns NULL if the model has none of that name.
-static struct ggml_tensor * weight(struct ggml_context * ctx, const struct llama_model * model,
-                                   const char * name, uint64_t * index) {
-    if (llama_sidecar_tensor_find(model, name, index) != LLAMA_SIDECAR_STATUS_OK) {
-        return NULL;
+// Makes a model of the tensors of experts, where they are. The library opens no file.
+static struct llama_model * model_of(struct ggml_context * weights) {
+    static struct llama_sidecar_tensor_data experts[MOST_EXPERTS];
+    size_t                                  n = 0;
+    for (struct ggml_tensor * tensor = ggml_get_first_tensor(weights); tensor != NULL;
+         tensor = ggml_get_next_tensor(weights, tensor)) {
+        if (strstr(ggml_get_name(tensor), "_exps.weight") == NULL) {
+            continue;
+        }
+        CHECK(n < MOST_EXPERTS && ggml_is_contiguous(tensor));
+        struct llama_sidecar_tensor_data * data = &experts[n++];
+        data->struct_size = sizeof(*data);
+        data->name        = ggml_get_name(tensor);
+        data->data        = tensor->data;
+        data->nbytes      = ggml_nbytes(tensor);
+        data->ggml_type   = (uint32_t) tensor->type;
+        for (int i = 0; i < 4; i++) {
+            data->ne[i] = (uint64_t) tensor->ne[i];
+        }
     }
-    const struct llama_sidecar_tensor_info info = tensor_info(model, *index);
-    struct ggml_tensor * tensor = tensor_at(ctx, info.ggml_type, info.ne, info.host_data);
-    // The numbers of types are those of ggml, and so is the order of dimensions.
-    CHECK(ggml_nbytes(tensor) == info.nbytes && tensor->nb[1] == info.nb[1]);
-    ggml_set_name(tensor, name);
-    return tensor;
+    return llama_sidecar_model_from_tensors(experts, n);
 }
 
 // Finds the tensors of a block. Returns false if the block has no experts, or does not exist.
-static bool find_layer(struct ggml_context * ctx, const struct llama_model * model,
-                       const struct llama_postfetch * postfetch, int block, struct layer * layer) {
+static bool find_layer(struct ggml_context * weights, const struct llama_postfetch * postfetch, int block,
+                       struct layer * layer) {
     const char * names[] = {"ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"};
     struct ggml_tensor ** tensors[] = {&layer->router, &layer->gate, &layer->up, &layer->down};
-    uint64_t index = 0;
     for (int i = 0; i < 4; i++) {
         char name[64];
         snprintf(name, sizeof(name), "blk.%d.%s.weight", block, names[i]);
-        *tensors[i] = weight(ctx, model, name, &index);
+        *tensors[i] = ggml_get_tensor(weights, name);
         if (*tensors[i] == NULL) {
             return false;
         }
     }
-    // The layer of a down-projection, by its index in the model. Tensors that are not the model's
-    // own (those of a LoRA adapter) have none, and are not for post-fetch.
-    OK(llama_postfetch_layer_of(postfetch, index, &layer->number));
+    // Other tensors, as those of a LoRA adapter, have no layer, and are not for post-fetch.
+    OK(llama_postfetch_layer_at(postfetch, layer->down->data, &layer->number));
+    CHECK(llama_postfetch_layer_at(postfetch, layer->router->data, &layer->number) ==
+          LLAMA_SIDECAR_STATUS_NOT_FOUND);
     return true;
 }
 
-// Reads a metadata value as text.
-static void metadata(const struct llama_model * model, const char * key, char * text, size_t size) {
-    uint64_t index;
-    size_t   length;
-    OK(llama_sidecar_metadata_find(model, key, &index));
-    OK(llama_sidecar_metadata_text(model, index, 0, text, size, &length));
-    CHECK(length < size);
-}
-
 // Returns how many experts a token uses, by the metadata of the model.
-static int64_t experts_used(const struct llama_model * model) {
-    char architecture[64], key[128], count[32];
-    metadata(model, "general.architecture", architecture, sizeof(architecture));
-    snprintf(key, sizeof(key), "%s.expert_used_count", architecture);
-    metadata(model, key, count, sizeof(count));
-    return atoi(count);
+static int64_t experts_used(const struct gguf_context * file) {
+    const int64_t architecture = gguf_find_key(file, "general.architecture");
+    CHECK(architecture >= 0);
+    char key[128];
+    snprintf(key, sizeof(key), "%s.expert_used_count", gguf_get_val_str(file, architecture));
+    const int64_t count = gguf_find_key(file, key);
+    CHECK(count >= 0);
+    return gguf_get_val_u32(file, count);
 }
 
 static struct ggml_context * new_context(size_t bytes) {
@@ -118,8 +121,6 @@ static struct ggml_tensor * acquire(struct ggml_context * ctx, const struct llam
     // Waits for the copy of this expert, and for no other.
     OK(llama_postfetch_acquire(postfetch, layer, expert, &answer));
     *on_device = answer.device_data != 0;
-    // Shape and type are those of the answer: a hot-swap can have changed the type of the tensor
-    // since the program made its own.
     const uint64_t ne[] = {answer.ne[0], answer.ne[1], 1};
     if (!*on_device) {
         // The reason is in the answer: no device, no free memory, a failed copy ... The bytes are the same.
@@ -196,7 +197,7 @@ static void run_layer(const struct llama_postfetch * postfetch, const struct lay
     }
     compute(ctx, ours);
 
-    // The same with the mapped file, as a program without post-fetch computes it.
+    // The same with the tensor of the program, as it computes without post-fetch.
     struct ggml_tensor * expected = ggml_mul_mat_id(ctx, layer->down, both, ids);
     struct ggml_cgraph * theirs   = ggml_new_graph(ctx);
     ggml_build_forward_expand(theirs, expected);
@@ -218,39 +219,51 @@ static void run_layer(const struct llama_postfetch * postfetch, const struct lay
 int main(int argc, char ** argv) {
     CHECK(argc == 2 || argc == 3);
     const int64_t            n_tokens  = argc == 3 ? atoi(argv[2]) : 1;
-    struct llama_model *     model     = llama_model_load(argv[1], NULL);
-    CHECK(model != NULL && n_tokens > 0);
-    struct llama_postfetch * postfetch = llama_postfetch_init(model, NULL);
+    CHECK(n_tokens > 0);
+    // The program loads its model itself.
+    struct ggml_context * weights = NULL;
+    struct gguf_context * file    = gguf_init_from_file(argv[1], (struct gguf_init_params) {false, &weights});
+    CHECK(file != NULL);
+    const int64_t n_used = experts_used(file);
+
+    struct llama_model * model = model_of(weights);
+    CHECK(model != NULL);
+    struct llama_postfetch_params params;
+    params.struct_size = sizeof(params);
+    OK(llama_postfetch_default_params(&params));
+    params.n_active = (uint32_t) n_used;
+    struct llama_postfetch * postfetch = llama_postfetch_init(model, &params);
     CHECK(postfetch != NULL);
-    struct ggml_context * weights = new_context(ACTIVATIONS);
 
     // The hidden state is that of the embedding of some tokens.
-    uint64_t             index;
-    struct ggml_tensor * embedding = weight(weights, model, "token_embd.weight", &index);
+    struct ggml_context * ctx       = new_context(ACTIVATIONS);
+    struct ggml_tensor *  embedding = ggml_get_tensor(weights, "token_embd.weight");
     CHECK(embedding != NULL);
-    struct ggml_tensor * tokens = ggml_new_tensor_1d(weights, GGML_TYPE_I32, n_tokens);
+    struct ggml_tensor * tokens = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n_tokens);
     for (int64_t token = 0; token < n_tokens; token++) {
         ((int32_t *) tokens->data)[token] = (int32_t) ((100 + 7 * token) % embedding->ne[1]);
     }
-    struct ggml_tensor * hidden = ggml_get_rows(weights, embedding, tokens);
-    struct ggml_cgraph * begin  = ggml_new_graph(weights);
+    struct ggml_tensor * hidden = ggml_get_rows(ctx, embedding, tokens);
+    struct ggml_cgraph * begin  = ggml_new_graph(ctx);
     ggml_build_forward_expand(begin, hidden);
-    compute(weights, begin);
+    compute(ctx, begin);
 
-    const int64_t  n_used  = experts_used(model);
     struct figures figures = {0, 0, 0};
     struct layer   layer;
-    for (int block = 0; find_layer(weights, model, postfetch, block, &layer); block++) {
+    for (int block = 0; find_layer(weights, postfetch, block, &layer); block++) {
         run_layer(postfetch, &layer, hidden->data, n_tokens, n_used, &figures);
     }
     char text[4096];
     CHECK(llama_postfetch_describe(postfetch, true, text, sizeof(text)) < sizeof(text));
     printf("%s\n", text);
-    printf("%llu products with experts from the device, %llu from host memory: %llu differ from those of the file\n",
+    printf("%llu products with experts from the device, %llu from host memory: %llu differ from those of the program's own tensors\n",
            (unsigned long long) figures.from_device, (unsigned long long) figures.from_host,
            (unsigned long long) figures.different);
-    ggml_free(weights);
     OK(llama_postfetch_free(postfetch));
     OK(llama_sidecar_model_free(model));
+    // After the library has read them for the last time.
+    ggml_free(ctx);
+    ggml_free(weights);
+    gguf_free(file);
     return figures.different == 0 && figures.from_device + figures.from_host > 0 ? 0 : 1;
 }

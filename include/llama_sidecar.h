@@ -338,6 +338,25 @@ struct llama_sidecar_params {
     const char *override_tensor;
 };
 
+/** A tensor that a program has in its memory, such as a ggml_tensor in host memory. */
+struct llama_sidecar_tensor_data {
+    /** Set by the caller to sizeof(struct llama_sidecar_tensor_data). */
+    size_t struct_size;
+    /** Name as in a GGUF file, such as blk.3.ffn_down_exps.weight. Copied. */
+    const char *name;
+    /** The bytes, without gaps between rows and matrices. */
+    const void *data;
+    /** Number of bytes, as ggml_nbytes returns it. */
+    uint64_t nbytes;
+    /**
+     * Number of elements per dimension, innermost first; 1 for dimensions that the tensor does not
+     * have.
+     */
+    uint64_t ne[4];
+    /** Value of enum ggml_type. */
+    uint32_t ggml_type;
+};
+
 /** Tensor, file, and device counts of a model. */
 struct llama_sidecar_model_info {
     /** Set by the caller to sizeof(struct llama_sidecar_model_info). */
@@ -1090,6 +1109,17 @@ enum llama_sidecar_status llama_postfetch_release_layer(const struct llama_postf
  */
 enum llama_sidecar_status llama_postfetch_layer_of(const struct llama_postfetch *postfetch,
                                                    uint64_t index,
+                                                   uint32_t *layer);
+
+/**
+ * Writes the number of the layer whose down-projections are at `data` to `layer`: the data of a
+ * ggml_tensor, where a program has made its own for the bytes of the model, or where the model is
+ * one of llama_sidecar_model_from_tensors. `data` is the first byte of the tensor as it was when
+ * the scheduler was created. Takes no lock. Fails with LLAMA_SIDECAR_STATUS_NOT_FOUND for any other
+ * address, so a hook in the product of all experts can call it for every tensor.
+ */
+enum llama_sidecar_status llama_postfetch_layer_at(const struct llama_postfetch *postfetch,
+                                                   const void *data,
                                                    uint32_t *layer);
 
 /** Fills `stats` with the statistics of a scheduler. */

@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 
 use llama_sidecar::device::cuda::{CudaDevice, device_count};
 use llama_sidecar::device::{AsyncDevice, Device, HostDevice, Stream};
-use llama_sidecar::model::{Model, Options as ModelOptions, Placement};
+use llama_sidecar::model::{BorrowedTensor, Model, Options as ModelOptions, Placement};
 use llama_sidecar::postfetch::{Acquired, Options, PostFetch, Reason, State};
 use proptest::prelude::*;
 use proptest::test_runner::RngSeed;
@@ -1460,6 +1460,78 @@ fn only_base_weights_are_fetched() {
     assert_eq!(layer_of(c"blk.1.ffn_gate_exps.weight"), None);
     assert_eq!(layer_of(c"blk.0.attn_q.weight"), None);
     assert_eq!(fetch.layer_of(usize::MAX), None);
+    it.end(fetch);
+}
+
+#[test]
+fn tensors_of_the_program_are_fetched_in_place() {
+    let it = Fixture::new();
+    let named = it.fetch(|_| ());
+    let memory: Vec<Vec<u8>> = (0..it.model.tensor_count())
+        .map(|index| {
+            let mut bytes = vec![0; it.model.tensor(index).nbytes() as usize];
+            it.model.read(index, 0, &mut bytes).expect("its bytes");
+            bytes
+        })
+        .collect();
+    let tensors: Vec<BorrowedTensor> = memory
+        .iter()
+        .enumerate()
+        .map(|(index, bytes)| BorrowedTensor {
+            name: it.model.name(index),
+            ty: it.model.tensor(index).ty().id,
+            ne: it.model.tensor(index).ne(),
+            data: bytes.as_ptr(),
+            nbytes: bytes.len() as u64,
+        })
+        .collect();
+    // SAFETY: the bytes live longer than the model.
+    let model = |tensors: &[BorrowedTensor]| unsafe { Model::of_memory(tensors) };
+    let own = Arc::new(model(&tensors).expect("a model"));
+    let fetch = fetch(&own, 0, |options| options.active = 4);
+    for (index, bytes) in memory.iter().enumerate() {
+        assert_eq!(
+            fetch.layer_at(bytes.as_ptr() as usize),
+            named.layer_of(index)
+        );
+        assert_eq!(fetch.layer_at(bytes.as_ptr() as usize + 1), None);
+    }
+    for layer in 0..3 {
+        assert_eq!(run_layer(&fetch, layer, &[1, 2, 5]), 3);
+        for expert in [1, 2, 5] {
+            let here = fetch.query(layer, expert).expert.expect("an expert");
+            let at = here.host.expect("in host memory");
+            let inside = |bytes: &&Vec<u8>| bytes.as_ptr_range().contains(&at);
+            assert!(memory.iter().any(|bytes| inside(&bytes)));
+            let expected = expert_bytes(&it.model, layer, expert);
+            assert_eq!(expert_bytes(&own, layer, expert), expected);
+        }
+    }
+    assert_eq!(fetch.stats().staged_copies, 0, "from locked pages");
+
+    let refused = |change: fn(&mut BorrowedTensor)| {
+        let mut tensors = tensors.clone();
+        change(&mut tensors[1]);
+        model(&tensors).expect_err("refused").to_string()
+    };
+    for (change, reason) in [
+        (
+            (|tensor| tensor.nbytes -= 1) as fn(&mut BorrowedTensor),
+            "expected",
+        ),
+        (|tensor| tensor.data = std::ptr::null(), "at 0x0"),
+        (|tensor| tensor.ne[0] = 0, "blk.0.ffn_up_exps.weight"),
+        (|tensor| tensor.ty = 1 << 20, "1048576"),
+        (
+            |tensor| tensor.name = c"blk.0.ffn_gate_exps.weight",
+            "blk.0.ffn_gate_exps.weight",
+        ),
+    ] {
+        let message = refused(change);
+        assert!(message.contains("tensors of the program"), "{message}");
+        assert!(message.contains(reason), "{message}");
+    }
+    drop(named);
     it.end(fetch);
 }
 

@@ -7,8 +7,9 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | `cuda`, `host` | NVIDIA GPUs; host memory as a device |
+//! | `cuda`, `host`, `borrowed` | NVIDIA GPUs; host memory as a device; memory of the program |
 
+mod borrowed;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod host;
@@ -17,6 +18,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+pub use borrowed::BorrowedBuffer;
 pub use host::HostDevice;
 pub use sidecar_core::error::DeviceError;
 

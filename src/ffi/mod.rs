@@ -66,6 +66,8 @@ unsafe impl AnyBits for u32 {}
 // SAFETY: as above.
 unsafe impl AnyBits for u64 {}
 // SAFETY: as above.
+unsafe impl AnyBits for [u64; 4] {}
+// SAFETY: as above.
 unsafe impl AnyBits for usize {}
 // SAFETY: as above.
 unsafe impl<T> AnyBits for *const T {}

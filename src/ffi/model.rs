@@ -9,8 +9,8 @@ use std::sync::Arc;
 use super::handle::{self, Handle};
 use super::params::llama_sidecar_params;
 use super::status::{Failure, call, llama_sidecar_status, status};
-use super::{Flag, SizedStruct, fill, read, text};
-use crate::model::Model;
+use super::{Flag, SizedStruct, fill, parameters, read, text};
+use crate::model::{BorrowedTensor, Model};
 use parking_lot::Mutex;
 use sidecar_core::gguf::Strings;
 
@@ -88,6 +88,101 @@ pub unsafe extern "C" fn llama_model_load(
         Ok(handle::new(OpenModel::new(model)))
     });
     opened.unwrap_or(std::ptr::null_mut())
+}
+
+/// A tensor that a program has in its memory, such as a ggml_tensor in host memory.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct llama_sidecar_tensor_data {
+    /// Set by the caller to sizeof(struct llama_sidecar_tensor_data).
+    pub struct_size: usize,
+    /// Name as in a GGUF file, such as blk.3.ffn_down_exps.weight. Copied.
+    pub name: *const c_char,
+    /// The bytes, without gaps between rows and matrices.
+    pub data: *const c_void,
+    /// Number of bytes, as ggml_nbytes returns it.
+    pub nbytes: u64,
+    /// Number of elements per dimension, innermost first; 1 for dimensions that the tensor does not
+    /// have.
+    pub ne: [u64; 4],
+    /// Value of enum ggml_type.
+    pub ggml_type: u32,
+}
+
+parameters!(
+    llama_sidecar_tensor_data,
+    72,
+    struct_size,
+    name,
+    data,
+    nbytes,
+    ne,
+    ggml_type
+);
+
+/// Makes a model of tensors that the program has in its memory: no file is opened, and nothing is
+/// copied. Post-fetch copies experts from there, and expert traces count them. Only the tensors of
+/// the experts are needed. The model has no metadata: set n_active of llama_postfetch_params. It
+/// cannot be reloaded or streamed, because it has no file: the path of each tensor is "tensors of
+/// the program".
+///
+/// The bytes must be readable and stay as they are until the model and its schedulers are freed.
+///
+/// @param tensors Array of `n` structs, whose size is the struct_size of the first.
+/// @return The model, or NULL on failure: for example, for two tensors of one name, or a number of
+/// bytes that type and dimensions do not have. Free it with llama_sidecar_model_free.
+///
+/// # Safety
+///
+/// `tensors` is null or has `n` elements whose struct_size is set and whose names are null or
+/// NUL-terminated strings.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn llama_sidecar_model_from_tensors(
+    tensors: *const llama_sidecar_tensor_data,
+    n: usize,
+) -> *mut llama_model {
+    let made = call(|| {
+        sidecar_core::logger::init();
+        if tensors.is_null() {
+            return Err(Failure::null("tensors"));
+        }
+        if n == 0 {
+            return Err(Failure::argument("n is 0, expected a number of tensors"));
+        }
+        let none = llama_sidecar_tensor_data {
+            struct_size: size_of::<llama_sidecar_tensor_data>(),
+            name: std::ptr::null(),
+            data: std::ptr::null(),
+            nbytes: 0,
+            ne: [1; 4],
+            ggml_type: 0,
+        };
+        // SAFETY: as the caller guarantees.
+        let size = unsafe { read(tensors, none) }?.struct_size;
+        let mut borrowed = Vec::new();
+        for at in 0..n {
+            // SAFETY: as the caller guarantees.
+            let tensor = unsafe { read(tensors.byte_add(at * size), none) }?;
+            if tensor.struct_size != size {
+                return Err(Failure::argument(format!(
+                    "struct_size of tensors[{at}] is {}, expected that of the first: {size}",
+                    tensor.struct_size
+                )));
+            }
+            borrowed.push(BorrowedTensor {
+                // SAFETY: as the caller guarantees.
+                name: unsafe { text(tensor.name, "name") }?,
+                ty: tensor.ggml_type,
+                ne: tensor.ne,
+                data: tensor.data.cast(),
+                nbytes: tensor.nbytes,
+            });
+        }
+        // SAFETY: as the caller guarantees.
+        let model = unsafe { Model::of_memory(&borrowed) }?;
+        Ok(handle::new(OpenModel::new(model)))
+    });
+    made.unwrap_or(std::ptr::null_mut())
 }
 
 /// Adds the path to a failure that does not name it.

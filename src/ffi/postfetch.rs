@@ -618,13 +618,38 @@ pub unsafe extern "C" fn llama_postfetch_layer_of(
         let found = usize::try_from(index).ok();
         let postfetch = handle::get(postfetch)?;
         let found = found.and_then(|index| postfetch.layer_of(index));
-        let found = found.ok_or_else(|| {
-            let what = format!("tensor {index} holds no down-projections of routed experts");
-            Failure::new(llama_sidecar_status::NotFound, what)
-        })?;
+        let found = found.ok_or_else(|| not_fetched(format!("tensor {index} holds")))?;
         // SAFETY: as the caller guarantees.
         unsafe { put(layer, found, "layer") }
     })
+}
+
+/// Writes the number of the layer whose down-projections are at `data` to `layer`: the data of a
+/// ggml_tensor, where a program has made its own for the bytes of the model, or where the model is
+/// one of llama_sidecar_model_from_tensors. `data` is the first byte of the tensor as it was when
+/// the scheduler was created. Takes no lock. Fails with LLAMA_SIDECAR_STATUS_NOT_FOUND for any other
+/// address, so a hook in the product of all experts can call it for every tensor.
+///
+/// # Safety
+///
+/// `layer` is null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn llama_postfetch_layer_at(
+    postfetch: *const llama_postfetch,
+    data: *const c_void,
+    layer: *mut u32,
+) -> llama_sidecar_status {
+    status(|| {
+        let found = handle::get(postfetch)?.layer_at(data as usize);
+        let found = found.ok_or_else(|| not_fetched(format!("at {data:p} are")))?;
+        // SAFETY: as the caller guarantees.
+        unsafe { put(layer, found, "layer") }
+    })
+}
+
+fn not_fetched(what: String) -> Failure {
+    let message = format!("{what} no down-projections of routed experts");
+    Failure::new(llama_sidecar_status::NotFound, message)
 }
 
 /// Statistics of a scheduler since its creation.

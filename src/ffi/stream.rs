@@ -147,7 +147,7 @@ pub unsafe extern "C" fn llama_expert_stream_new(
         if !experts.any(|expert| model.is_in_place(expert.tensor)) {
             return Err(Failure::new(
                 llama_sidecar_status::Disabled,
-                "no routed expert of the model can be used in place, through the mapping of its file: set use_mmap of llama_sidecar_params, and do not load the tensors of experts",
+                "no routed expert of the model can be used in place, through the mapping of its file: open the model from its file, set use_mmap of llama_sidecar_params, and do not load the tensors of experts",
             ));
         }
         let files: Vec<_> = model.gguf_files().collect();

@@ -8,7 +8,7 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | `load`, `swap` | tensors from their file into buffers; the store of the reload engine |
+//! | `load`, `swap`, `borrowed` | tensors from their file into buffers; the store of the reload engine; tensors of the program |
 //! | `tensor` | versions of a tensor, and views of them |
 //! | `resident` | the bytes of a tensor on devices |
 //! | `context` | evaluation contexts |
@@ -16,6 +16,7 @@
 //! | `split` | a tensor in parts for several devices |
 //! | `listeners`, `quiesce` | callbacks of contexts; switches while no evaluation runs |
 
+mod borrowed;
 mod context;
 mod copy;
 mod listeners;
@@ -38,9 +39,10 @@ use parking_lot::RwLock;
 use crate::device::{Device, HostDevice};
 use sidecar_core::error::{Error, Result};
 use sidecar_core::experts::ExpertIndex;
-use sidecar_core::gguf::{self, Access, GgufFile, KeyValue, Strings, TypeInfo, Value};
+use sidecar_core::gguf::{self, Access, GgufFile, KeyValue, Strings, TensorInfo, TypeInfo, Value};
 use sidecar_core::reload::{Engine, Pauses, TrackedFile};
 
+pub use borrowed::BorrowedTensor;
 pub use context::Context;
 pub use load::{LoadReport, Progress};
 pub use placement::{HOST, Layout, Placement};
@@ -175,13 +177,24 @@ impl Model {
     pub fn open(path: &Path, options: Options) -> Result<Model> {
         options.placement.check(&options.devices)?;
         let files = gguf::open_model(path, options.access)?;
+        Ok(Model::of_files(files, options, |file, _, info| {
+            Version::in_file(info, file)
+        }))
+    }
+
+    /// Makes a model of files whose tensors have these versions: each by its file, its index there and its description.
+    fn of_files(
+        files: Vec<GgufFile>,
+        options: Options,
+        version: impl Fn(usize, usize, &TensorInfo) -> Version,
+    ) -> Model {
         let mut tensors = Vec::new();
         let mut current = Vec::new();
         let mut first_of_file = Vec::with_capacity(files.len());
         for (file_index, file) in files.iter().enumerate() {
             first_of_file.push(tensors.len());
             for (info_index, info) in file.header.tensors.iter().enumerate() {
-                let original = Arc::new(Version::in_file(info, file_index));
+                let original = Arc::new(version(file_index, info_index, info));
                 current.push(Current {
                     version: original.clone(),
                     generation: 0,
@@ -216,7 +229,7 @@ impl Model {
             let places = tensors.map(|tensor| (tensor.file as usize, tensor.info as usize));
             model.reload = Some(Engine::new(&model.files, places, options.staging_bytes));
         }
-        Ok(model)
+        model
     }
 
     /// Returns the number of tensors.

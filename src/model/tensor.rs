@@ -64,6 +64,19 @@ impl Version {
         }
     }
 
+    /// Returns a version that is on devices only.
+    pub fn on_devices(info: &TensorInfo, resident: Resident) -> Version {
+        Version {
+            ty: info.ty,
+            ne: info.ne,
+            nbytes: info.nbytes,
+            storage: Storage::Private {
+                resident,
+                relocated: false,
+            },
+        }
+    }
+
     /// Returns whether the bytes are the original ones in another layout.
     pub fn is_relocated(&self) -> bool {
         matches!(
@@ -144,7 +157,7 @@ impl TensorView {
     }
 
     /// Returns the offset of the data in the file that the tensor was loaded from; `None` after
-    /// a reload has replaced the data.
+    /// a reload has replaced the data, and for a tensor of the program.
     pub fn file_offset(&self) -> Option<u64> {
         match self.version.storage {
             Storage::File { offset, .. } => Some(offset),

@@ -288,7 +288,15 @@ impl PostFetch {
     /// Returns the layer whose down-projections a tensor of the model holds. Only base weights
     /// have a layer: a tensor of a LoRA adapter is in no model, and is not fetched.
     pub fn layer_of(&self, tensor: usize) -> Option<u32> {
-        plan::layer_of(self.shared.model.experts(), tensor)
+        let experts = self.shared.model.experts();
+        let mut all = experts.tensors().iter();
+        plan::layer_of(experts, all.find(|found| found.tensor == tensor)?)
+    }
+
+    /// Does [`PostFetch::layer_of`] for the tensor whose bytes were at an address in the process when the scheduler was
+    /// made. Takes no lock.
+    pub fn layer_at(&self, address: usize) -> Option<u32> {
+        self.shared.plan.layer_at(address)
     }
 
     /// Returns the model that the experts are fetched from.

@@ -2,7 +2,7 @@
 
 use crate::device::ALIGNMENT;
 use crate::model::{HOST, Layout, Model, TensorView};
-use sidecar_core::experts::{ExpertIndex, MAX_EXPERTS, Projection};
+use sidecar_core::experts::{ExpertIndex, ExpertTensor, MAX_EXPERTS, Projection};
 use sidecar_core::trace::ModelMeta;
 
 /// Experts per token if the file does not have the number.
@@ -17,6 +17,8 @@ pub(super) struct Plan {
     pub slots: usize,
     /// Experts per token.
     pub active: u64,
+    /// Addresses in the process of the tensors of down-projections as they were at first, ascending, each with its layer.
+    addresses: Vec<(usize, u32)>,
 }
 
 /// A layer with routed experts.
@@ -69,7 +71,23 @@ impl Plan {
             });
             plan.slots += experts as usize;
         }
+        for found in model.experts().tensors() {
+            let view = model.tensor(found.tensor);
+            if let (Some(layer), Some(bytes)) =
+                (layer_of(model.experts(), found), model.host_bytes(&view))
+            {
+                plan.addresses.push((bytes.cast::<u8>() as usize, layer));
+            }
+        }
+        plan.addresses.sort_unstable();
         plan
+    }
+
+    /// Returns the layer whose down-projections were at an address when the plan was made.
+    pub fn layer_at(&self, address: usize) -> Option<u32> {
+        let key = |found: &(usize, u32)| found.0;
+        let at = self.addresses.binary_search_by_key(&address, key).ok()?;
+        Some(self.addresses[at].1)
     }
 
     /// Returns a layer by its number.
@@ -113,12 +131,10 @@ impl Plan {
 }
 
 /// Returns the layer whose down-projections a tensor holds.
-pub(super) fn layer_of(experts: &ExpertIndex, tensor: usize) -> Option<u32> {
-    let mut all = experts.tensors().iter();
-    let found = all.find(|found| found.tensor == tensor)?;
+pub(super) fn layer_of(experts: &ExpertIndex, found: &ExpertTensor) -> Option<u32> {
     let (layer, expert) = (found.name.layer, found.range().start);
     let slice = experts.slice(layer, Projection::Down, expert)?;
-    (slice.tensor == tensor).then_some(layer)
+    (slice.tensor == found.tensor).then_some(layer)
 }
 
 impl PlannedLayer {

@@ -2,7 +2,7 @@
 
 use std::fs::{File, Metadata, OpenOptions};
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,6 +14,7 @@ use super::header::Header;
 use super::value::{KeyValue, Strings, Value};
 use crate::descriptors::{self, Kept};
 use crate::memory;
+use crate::signals::without_write_signals;
 use crate::text;
 
 /// How the bytes of a file are accessed.
@@ -145,6 +146,27 @@ pub struct Source {
 }
 
 impl Source {
+    /// Makes a file in memory with these bytes, which has this path in messages.
+    fn in_memory(path: &Path, bytes: &[u8]) -> io::Result<Source> {
+        let file = descriptors::above_standard(|| {
+            #[expect(clippy::disallowed_methods, reason = "with a number above 2")]
+            // SAFETY: a plain call with a C string.
+            let new = unsafe { libc::memfd_create(c"llama-sidecar".as_ptr(), libc::MFD_CLOEXEC) };
+            match new {
+                // SAFETY: a new descriptor is owned by nothing else.
+                0.. => Ok(unsafe { File::from_raw_fd(new) }),
+                _ => Err(io::Error::last_os_error()),
+            }
+        })?;
+        without_write_signals(|| file.write_all_at(bytes, 0))?;
+        Ok(Source {
+            path: path.to_owned(),
+            id: FileId::of(&file.metadata()?),
+            file: Arc::new(Kept::new(file)?),
+            map: None,
+        })
+    }
+
     /// Opens a regular file.
     pub fn open(path: &Path, access: Access) -> Result<Source, OpenError> {
         let fail = |action| {
@@ -361,6 +383,18 @@ impl GgufFile {
             None => read_header(&source)?,
         };
         header.check_data(source.id.size).map_err(malformed)?;
+        let header = Arc::new(header);
+        Ok(GgufFile { source, header })
+    }
+
+    /// Parses a header whose data is elsewhere: what reads data from this file fails. It has `path` in messages.
+    pub fn of_header(path: &Path, bytes: &[u8]) -> Result<GgufFile, OpenError> {
+        let source = Source::in_memory(path, bytes).map_err(|source| OpenError::Io {
+            path: path.to_owned(),
+            action: "keep its header in memory",
+            source,
+        })?;
+        let header = read_header(&source)?;
         let header = Arc::new(header);
         Ok(GgufFile { source, header })
     }
