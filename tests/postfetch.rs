@@ -1441,6 +1441,46 @@ fn devices_are_counted_and_chosen() {
 }
 
 #[test]
+fn experts_are_divided_over_devices() {
+    let it = Fixture::new();
+    it.sim.set("SIM_CUDA_DEVICES", 2);
+    let devices = [0, 1].map(|device| fetch(&it.model, device, |_| ()));
+    let ids = [0, 1, 2, 3];
+    for round in 0..3 {
+        // Whole layers.
+        for layer in 0..3 {
+            let device = &devices[layer as usize % 2];
+            assert_eq!(run_layer(device, layer, &ids), 4, "round {round}");
+        }
+        // The experts of each layer, of which a device has every other one.
+        for layer in 0..3 {
+            for (device, own) in devices.iter().zip([[0, 2], [1, 3]]) {
+                device.schedule(layer, &own);
+            }
+            for id in ids {
+                let (device, id) = (&devices[id as usize % 2], id as u32);
+                let answer = device.acquire(layer, id);
+                assert_eq!(answer.reason, Reason::None);
+                check_bytes(device, layer, id, &answer);
+                let other = &devices[(id as usize + 1) % 2];
+                assert_eq!(other.acquire(layer, id).reason, Reason::NotScheduled);
+            }
+            devices.iter().for_each(|of| of.release_layer(layer));
+        }
+    }
+    for (device, name) in devices.iter().zip(["cuda0", "cuda1"]) {
+        assert!(device.mode().contains(name), "{}", device.mode());
+        assert_eq!(device.stats().staged_copies, 0, "pages are locked once");
+    }
+    let [first, second] = devices;
+    // The locks of the pages are those of both.
+    drop(first);
+    assert_eq!(run_layer(&second, 0, &ids), 4);
+    assert_eq!(second.stats().staged_copies, 0);
+    it.end(second);
+}
+
+#[test]
 fn a_full_device_falls_back_to_the_cpu() {
     let it = Fixture::new();
     it.sim.set("SIM_CUDA_MEMORY_MB", 0);
