@@ -163,10 +163,14 @@ impl Registry {
                 self.commit(store, planned, &all, staged, report)?;
             }
             Commits::Steps => {
-                for step in steps(store, self.staging_bytes, planned) {
+                let steps = steps(store, self.staging_bytes, planned);
+                // Each step verifies what was read. After the last one, the file is in use, whatever becomes of it.
+                if steps.is_empty() {
+                    verify(planned)?;
+                }
+                for step in steps {
                     self.switch_step(store, planned, &step, report)?;
                 }
-                verify(planned)?;
             }
         }
         for kept in planned.iter().filter(|it| it.action() == Action::Keep) {

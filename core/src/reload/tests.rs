@@ -23,6 +23,8 @@ struct Mapped {
     free: u64,
     /// Called when changes are staged.
     on_stage: Box<dyn Fn() + Sync>,
+    /// Called when changes are in use.
+    on_commit: Box<dyn Fn() + Sync>,
 }
 
 /// The effect of a change, and the bytes of the tensor then, if they are not those of the mapping.
@@ -133,6 +135,7 @@ impl Store for Mapped {
             self.private.lock()[effect.tensor] = bytes;
             effects.push(effect);
         }
+        (self.on_commit)();
         Ok(Commit {
             switched: Switched {
                 wait: Duration::ZERO,
@@ -221,6 +224,7 @@ fn open_model(bytes: &[u8]) -> (TempDir, PathBuf, Mapped, Engine) {
         private: Mutex::default(),
         free: 4096,
         on_stage: Box::new(|| ()),
+        on_commit: Box::new(|| ()),
     };
     let engine = Engine::new(&store.files, [(0, 0), (0, 1)].into_iter(), 0);
     (folder, path, store, engine)
@@ -448,6 +452,22 @@ fn a_source_that_is_written_while_it_is_read_is_refused() {
     assert!(changing, "{refused:?}");
     assert_eq!(store.bytes(), [1, 2]);
     assert!(overlays(&engine).is_empty());
+}
+
+#[test]
+fn a_file_that_is_replaced_after_its_bytes_are_in_use_was_taken() {
+    let (_folder, path, mut store, engine) = open();
+    replace(&path, &both(3, 4));
+    let next = path.clone();
+    store.on_commit = Box::new(move || replace(&next, &both(5, 6)));
+    let report = engine.reload(&store, Trigger::Command).unwrap();
+    assert_eq!(report.count(Outcome::Swapped), 2);
+    let events: Vec<_> = report.files.iter().map(FileReport::event).collect();
+    assert_eq!(events, [FileEvent::Taken]);
+    assert_eq!(store.bytes(), [3, 4]);
+    store.on_commit = Box::new(|| ());
+    engine.reload(&store, Trigger::Command).unwrap();
+    assert_eq!(store.bytes(), [5, 6]);
 }
 
 #[test]
