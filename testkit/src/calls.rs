@@ -86,23 +86,25 @@ impl Tracer {
         format!("/proc/{}/task/{thread}", self.process).into()
     }
 
+    /// The threads of the process.
+    fn tasks(&self) -> impl Iterator<Item = i32> {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.process));
+        let names = tasks
+            .expect("a process")
+            .map(|task| task.expect("a task").file_name());
+        names.map(|name| {
+            name.to_str()
+                .and_then(|name| name.parse().ok())
+                .expect("a number")
+        })
+    }
+
     /// Begins to trace all threads, and returns them.
     fn seize(&self) -> BTreeSet<i32> {
         let options = libc::PTRACE_O_TRACESYSGOOD | libc::PTRACE_O_TRACECLONE;
         let mut seized = BTreeSet::new();
         loop {
-            let tasks = std::fs::read_dir(format!("/proc/{}/task", self.process));
-            let names = tasks
-                .expect("a process")
-                .map(|task| task.expect("a task").file_name());
-            let found: Vec<i32> = names
-                .map(|name| {
-                    name.to_str()
-                        .and_then(|name| name.parse().ok())
-                        .expect("a number")
-                })
-                .filter(|thread| !seized.contains(thread))
-                .collect();
+            let found: Vec<i32> = self.tasks().filter(|of| !seized.contains(of)).collect();
             if found.is_empty() {
                 return seized;
             }
@@ -142,23 +144,45 @@ impl Tracer {
         thread == self.process && (number, first) == (libc::SYS_write, 1)
     }
 
-    /// Lets all threads go on untraced. The first one is stopped.
+    /// Lets all threads go on untraced, also those that were started meanwhile. The first one is stopped.
     fn release(&mut self) {
-        for thread in self.threads.keys().copied().collect::<Vec<_>>() {
-            let folder = self.folder(thread);
-            let name = std::fs::read_to_string(folder.join("comm")).unwrap_or_default();
-            if let Some(calls) = self.threads.get_mut(&thread) {
-                calls.name = name.trim_end().to_owned();
+        loop {
+            let others: Vec<i32> = self.tasks().filter(|of| self.is_traced(*of)).collect();
+            if others.is_empty() {
+                break;
             }
-            let mut signal = 0;
-            if thread != self.process && request(libc::PTRACE_INTERRUPT, thread, 0) {
-                let (_, status) = wait(thread);
-                let stop = libc::WSTOPSIG(status);
-                if libc::WIFSTOPPED(status) && status >> 16 == 0 && stop != SYSTEM_CALL {
-                    signal = stop;
-                }
-            }
-            request(libc::PTRACE_DETACH, thread, signal as usize);
+            others.into_iter().for_each(|thread| self.detach(thread));
+        }
+        self.name(self.process);
+        request(libc::PTRACE_DETACH, self.process, 0);
+    }
+
+    /// Whether a thread is traced, besides the first one.
+    fn is_traced(&self, thread: i32) -> bool {
+        let status = std::fs::read_to_string(self.folder(thread).join("status"));
+        let status = status.unwrap_or_default();
+        let mut lines = status.lines();
+        let tracer = lines.find_map(|line| line.strip_prefix("TracerPid:\t"));
+        thread != self.process && tracer.is_some_and(|tracer| tracer != "0")
+    }
+
+    fn detach(&mut self, thread: i32) {
+        self.name(thread);
+        let mut signal = 0;
+        // One that has ended is not interrupted, and is gone after the wait.
+        request(libc::PTRACE_INTERRUPT, thread, 0);
+        let (_, status) = wait(thread);
+        let stop = libc::WSTOPSIG(status);
+        if libc::WIFSTOPPED(status) && status >> 16 == 0 && stop != SYSTEM_CALL {
+            signal = stop;
+        }
+        request(libc::PTRACE_DETACH, thread, signal as usize);
+    }
+
+    fn name(&mut self, thread: i32) {
+        let name = std::fs::read_to_string(self.folder(thread).join("comm")).unwrap_or_default();
+        if let Some(calls) = self.threads.get_mut(&thread) {
+            calls.name = name.trim_end().to_owned();
         }
     }
 }
