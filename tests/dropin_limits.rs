@@ -237,22 +237,53 @@ fn loaded_weights_come_back_without_further_memory() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("model.gguf");
     replace(&path, &fixture("smollm2.gguf"));
-    let mut host = Host::start(Program::C, &path, &DropIn::with(&[]));
+    let on = DropIn::with(&[
+        ("LLAMA_SIDECAR_HOTSWAP", "1"),
+        ("LLAMA_HOTSWAP_POLL_MS", "10"),
+    ]);
+    let mut host = Host::start(Program::C, &path, &on);
     let loaded = host.text(8);
     replace(&path, &fixture("smollm2-mixed.gguf"));
-    assert_eq!(taken(&host.control("reload")), (8, 0));
+    host.wait_logged("reload: 8 swapped", 1);
     assert_ne!(host.text(8), loaded);
     let data = memory(&host.id().to_string(), "VmData:");
-    // The thread of a request has a stack.
     assert!(limit_of(host.id(), libc::RLIMIT_DATA, data + (8 << 20)));
-    assert_eq!(taken(&host.control("revert")), (0, 8));
+    replace(&path, &fixture("smollm2.gguf"));
+    host.wait_logged("reload: 0 swapped, 8 returned", 1);
     assert_eq!(host.text(8), loaded);
-    assert_eq!(host.control("unfreeze")["ok"], true);
-    let refused = host.control("reload").to_string();
-    assert!(
-        refused.contains("this process gets no further 16 MiB"),
-        "{refused}"
-    );
+    replace(&path, &fixture("smollm2-mixed.gguf"));
+    host.wait_logged("this process gets no further 16 MiB", 1);
     assert_eq!(host.text(8), loaded);
     assert_eq!(host.end(), Some(0));
+}
+
+/// The data of limited programs.
+fn limited_data() -> bool {
+    limit(libc::RLIMIT_DATA, LIMIT.load(Ordering::SeqCst))
+}
+
+#[test]
+fn a_limit_of_data_leaves_the_program_what_it_needs() {
+    let model = fixture("small-moe.gguf");
+    let start = |on: &DropIn, set: fn() -> bool| {
+        Host::start_with(Program::CMapped, &model, on, |command| {
+            before_exec(command, set);
+        })
+    };
+    let mut alone = start(&DropIn::Absent, nothing);
+    let expected = hash(&alone.ask(EVALUATE));
+    let needed = memory(&alone.id().to_string(), "VmData:");
+    assert_eq!(alone.end(), Some(0));
+    for more in [6, 8, 10, 16, 400] {
+        LIMIT.store(needed + (more << 20), Ordering::SeqCst);
+        let capabilities = [&[("LLAMA_SIDECAR_HOTSWAP", "1")][..], &STREAM].map(DropIn::with);
+        for on in [DropIn::Absent].iter().chain(&capabilities) {
+            let mut host = start(on, limited_data);
+            assert_eq!(hash(&host.ask(EVALUATE)), expected, "{more} MiB more");
+            if more < 400 && !matches!(on, DropIn::Absent) {
+                host.wait_logged("the limit (ulimit -d) leaves 0 MiB", 1);
+            }
+            assert_eq!(host.end(), Some(0), "{more} MiB more");
+        }
+    }
 }

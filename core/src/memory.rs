@@ -8,9 +8,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::descriptors::read_to_string;
 use crate::limits;
 
-/// Bytes of address space that were taken.
-static TAKEN: AtomicU64 = AtomicU64::new(0);
-
 /// Returns zeros, as many as a file or a tensor has bytes: where there is no memory for them, an error, and no
 /// end of the process.
 ///
@@ -47,49 +44,100 @@ pub fn free_memory() -> Option<(u64, &'static str)> {
     })
 }
 
-/// Address space that was taken from the limit of this process.
+/// A limit of the memory of this process. The program keeps half of what was left at the first look, and at least 256 MiB: it
+/// has yet to allocate its context and what its threads need.
 #[derive(Debug)]
-pub struct Taken(u64);
+struct Limit {
+    resource: libc::__rlimit_resource_t,
+    /// What counts, in /proc/self/status.
+    used: &'static str,
+    name: &'static str,
+    /// The command of a shell that sets it.
+    option: &'static str,
+    most: OnceLock<u64>,
+    taken: AtomicU64,
+}
+
+impl Limit {
+    const fn new(
+        resource: libc::__rlimit_resource_t,
+        used: &'static str,
+        name: &'static str,
+        option: &'static str,
+    ) -> Limit {
+        Limit {
+            resource,
+            used,
+            name,
+            option,
+            most: OnceLock::new(),
+            taken: AtomicU64::new(0),
+        }
+    }
+
+    /// Returns the bytes that are left; `None` without a limit.
+    fn free(&self) -> Option<u64> {
+        let limit = limits::current(self.resource);
+        let limit = Some(limit).filter(|limit| *limit != libc::RLIM_INFINITY)?;
+        let status = read_to_string("/proc/self/status").ok()?;
+        Some(limit.saturating_sub(kib(&status, self.used)?))
+    }
+
+    fn take(&'static self, bytes: u64) -> io::Result<Taken> {
+        let Some(free) = self.free() else {
+            return Ok(Taken(self, 0));
+        };
+        let most = || free.saturating_sub((free / 2).max(256 << 20));
+        let most = *self.most.get_or_init(most);
+        let order = Ordering::SeqCst;
+        let fits = |taken: u64| taken.checked_add(bytes).filter(|sum| *sum <= most);
+        match self.taken.fetch_update(order, order, fits) {
+            Ok(_) => Ok(Taken(self, bytes)),
+            Err(taken) => Err(io::Error::other(format!(
+                "it needs {} MiB of {}, and the limit ({}) leaves {} MiB beside what the program may need: raise the limit",
+                bytes >> 20,
+                self.name,
+                self.option,
+                (most - taken) >> 20
+            ))),
+        }
+    }
+}
+
+static ADDRESS_SPACE: Limit = Limit::new(libc::RLIMIT_AS, "VmSize:", "address space", "ulimit -v");
+static DATA: Limit = Limit::new(libc::RLIMIT_DATA, "VmData:", "data", "ulimit -d");
+
+/// Memory that was taken from a limit of this process.
+#[derive(Debug)]
+pub struct Taken(&'static Limit, u64);
 
 impl Drop for Taken {
     fn drop(&mut self) {
-        TAKEN.fetch_sub(self.0, Ordering::SeqCst);
+        self.0.taken.fetch_sub(self.1, Ordering::SeqCst);
     }
 }
 
-/// Takes address space. Where it is limited, the program keeps half of what was left at the first call,
-/// and at least 256 MiB: it has yet to allocate its context and what its threads need.
+/// Takes address space.
 ///
 /// # Errors
 ///
-/// Fails if less is left.
+/// Fails if less is left beside what the program may need.
 pub fn take_address_space(bytes: u64) -> io::Result<Taken> {
-    static MOST: OnceLock<u64> = OnceLock::new();
-    let Some(free) = free_address_space() else {
-        return Ok(Taken(0));
-    };
-    let most = *MOST.get_or_init(|| free.saturating_sub((free / 2).max(256 << 20)));
-    let order = Ordering::SeqCst;
-    let fits = |taken: u64| taken.checked_add(bytes).filter(|sum| *sum <= most);
-    match TAKEN.fetch_update(order, order, fits) {
-        Ok(_) => Ok(Taken(bytes)),
-        Err(taken) => Err(io::Error::other(format!(
-            "it needs {} MiB of address space, and the limit (ulimit -v) leaves {} MiB beside what the program may need: raise the limit",
-            bytes >> 20,
-            (most - taken) >> 20
-        ))),
-    }
+    ADDRESS_SPACE.take(bytes)
 }
 
-/// Takes the address space of a thread: its stack, and what malloc reserves for it (`HEAP_MAX_SIZE` of glibc).
+/// Takes the memory of a thread: its stack, and what malloc uses for it and reserves (`HEAP_MAX_SIZE` of glibc).
 ///
 /// # Errors
 ///
 /// Fails if less is left, and where malloc has nothing left: the C library ends a process in which a thread
 /// cannot register the destructors of its variables.
-pub fn take_for_thread() -> io::Result<Taken> {
+pub fn take_for_thread() -> io::Result<[Taken; 2]> {
     match has(64 << 10) {
-        true => take_address_space((2 << 20) + (64 << 20)),
+        true => Ok([
+            ADDRESS_SPACE.take((2 << 20) + (64 << 20))?,
+            DATA.take((2 << 20) + (1 << 20))?,
+        ]),
         false => Err(io::ErrorKind::OutOfMemory.into()),
     }
 }
@@ -104,22 +152,14 @@ pub fn has(bytes: usize) -> bool {
     }
 }
 
-/// Returns the bytes of address space that this process can still map; `None` without a limit.
-fn free_address_space() -> Option<u64> {
-    let limit = limits::current(libc::RLIMIT_AS);
-    let limit = Some(limit).filter(|limit| *limit != libc::RLIM_INFINITY)?;
-    let mapped = read_to_string("/proc/self/statm").ok()?;
-    let pages: u64 = mapped.split(' ').next()?.parse().ok()?;
-    // SAFETY: a plain call.
-    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as u64;
-    Some(limit.saturating_sub(pages * page))
-}
-
 /// Returns `MemAvailable` of /proc/meminfo, in bytes.
 fn available(meminfo: &str) -> Option<u64> {
-    let line = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    kib(meminfo, "MemAvailable:")
+}
+
+/// Returns a number of kibibytes of a file in /proc, in bytes.
+fn kib(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
 }
