@@ -65,6 +65,20 @@ fn the_wrapper_runs_a_command_with_the_drop_in() {
     assert_eq!(output.status.code(), Some(1));
 }
 
+/// The loader of musl would end a program that it cannot load the drop-in into.
+#[test]
+fn other_loaders_do_not_find_the_drop_in() {
+    let script = "echo \"$LD_PRELOAD\"; grep -c libllama_sidecar_preload /proc/self/maps";
+    let arguments = ["run", "--hotswap", "--quiet", "--", "sh", "-c", script];
+    let (text, status) = command_line(&arguments, "");
+    assert!(status.success(), "{text}");
+    let (path, mappings) = text.trim_end().split_once('\n').expect("two lines");
+    assert!(!Path::new(path).exists(), "{path}");
+    let path = path.replace("$LIB", "lib");
+    assert!(Path::new(&path).exists(), "{path}");
+    assert_ne!(mappings, "0", "{text}");
+}
+
 /// Runs a command with the drop-in that is beside a copy of the wrapper, for a user without settings.
 fn installed_in(
     folder: &Path,
@@ -653,12 +667,12 @@ fn a_socket_of_another_user_is_reported_with_its_owner() {
 }
 
 /// Sets the default effect of signals in a command: a shell starts commands in the background with
-/// SIGINT and SIGQUIT ignored.
+/// SIGINT and SIGQUIT ignored, and nohup with SIGHUP.
 fn with_default_signals(command: &mut Command) -> &mut Command {
     // SAFETY: system calls that may be made between fork and exec.
     unsafe {
         command.pre_exec(|| {
-            for signal in [libc::SIGINT, libc::SIGQUIT] {
+            for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGQUIT] {
                 libc::signal(signal, libc::SIG_DFL);
             }
             Ok(())
@@ -699,7 +713,7 @@ fn a_signal_of_the_process_group_reaches_the_program_once() {
 /// Makes a pseudo terminal the terminal of a command; returns the side with the keys.
 fn with_terminal(command: &mut Command) -> File {
     let (keys, terminal) = terminal();
-    lead_session(command, terminal);
+    lead_session(with_default_signals(command), terminal);
     keys
 }
 
@@ -711,7 +725,7 @@ fn a_key_reaches_the_program_once() {
     command
         .args(["run", "--quiet", "--", "sh", "-c", script])
         .stdout(Stdio::piped());
-    let mut keys = with_terminal(with_default_signals(&mut command));
+    let mut keys = with_terminal(&mut command);
     let mut child = command.spawn().expect("it starts");
     let mut lines = BufReader::new(child.stdout.take().expect("a pipe")).lines();
     let mut line = || lines.next().expect("a line").expect("text");
@@ -878,7 +892,7 @@ fn a_key_ends_the_program_that_doctor_tries() {
     command
         .args(["doctor", "--", "sh", "-c", &script])
         .stdout(Stdio::piped());
-    let mut keys = with_terminal(with_default_signals(&mut command));
+    let mut keys = with_terminal(&mut command);
     let child = command.spawn().expect("it starts");
     assert_eq!(std::fs::read(&ready).expect("a pipe"), b"ready\n");
     keys.write_all(b"\x03").expect("a terminal");

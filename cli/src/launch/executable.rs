@@ -1,8 +1,9 @@
 //! Executable files: search, format, and whether the drop-in can be loaded into them.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::{CStr, CString, OsStr, OsString};
 use std::fs::File;
 use std::io::Read;
+use std::mem::MaybeUninit;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -196,9 +197,35 @@ fn kind(path: &Path) -> Option<Kind> {
     }))
 }
 
+/// Leads to the root where the loader of glibc has put the folder of its libraries in place of `$LIB` (ld.so(8)). The loader of
+/// musl looks for a folder of this name, finds none, and goes on; by its path, it would load the drop-in, miss functions of
+/// glibc, and end the program.
+const ROOT_OF_GLIBC: &str = "/usr/$LIB/../../../../../..";
+
+/// Returns whether the loader follows [`ROOT_OF_GLIBC`] here: to its own library, which is loaded already.
+fn has_root_of_glibc() -> bool {
+    let mut found = MaybeUninit::<libc::Dl_info>::zeroed();
+    let function = libc::gnu_get_libc_version as *const libc::c_void;
+    // SAFETY: dladdr fills the struct, whose name is a C string of a loaded object; NOLOAD loads nothing.
+    unsafe {
+        if libc::dladdr(function, found.as_mut_ptr()) == 0 {
+            return false;
+        }
+        let path = CStr::from_ptr(found.assume_init().dli_fname).to_bytes();
+        let path = CString::new([ROOT_OF_GLIBC.as_bytes(), path].concat());
+        path.is_ok_and(|path| {
+            !libc::dlopen(path.as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY).is_null()
+        })
+    }
+}
+
 /// Returns `LD_PRELOAD` for a program: the drop-in before the libraries that the variable has now.
 pub fn ld_preload(drop_in: &Path) -> OsString {
-    let mut list = drop_in.as_os_str().to_owned();
+    let mut list = OsString::new();
+    if drop_in.is_absolute() && has_root_of_glibc() {
+        list.push(ROOT_OF_GLIBC);
+    }
+    list.push(drop_in);
     if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
         list.push(":");
         list.push(others);

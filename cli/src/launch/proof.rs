@@ -15,6 +15,7 @@ use sidecar_core::gguf::FileId;
 use sidecar_core::text;
 
 use crate::launch::child;
+use crate::launch::executable::ld_preload;
 use crate::launch::journal::{JOURNAL, Journal};
 use crate::launch::kept::{Kept, machine};
 
@@ -65,7 +66,7 @@ fn run(drop_in: &Path) -> Result<()> {
     let journal = Journal::new().ok();
     let mut process = Command::new(std::env::current_exe()?)
         .arg(TRIAL)
-        .env("LD_PRELOAD", drop_in)
+        .env("LD_PRELOAD", ld_preload(drop_in))
         .envs(journal.as_ref().map(|journal| (JOURNAL, journal.path())))
         .stdin(Stdio::null())
         .stdout(Stdio::null())
