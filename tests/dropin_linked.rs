@@ -184,6 +184,27 @@ fn a_capability_is_off_where_a_function_that_it_needs_is_not_seen() {
     }
 }
 
+/// Another module of the program can have a ggml of its own: what one copy lacks, the other does not have for it.
+#[test]
+fn a_function_of_another_copy_is_not_used() {
+    const LACKS: &str = "ggml_get_rows";
+    let folder = tempfile::tempdir().expect("a folder");
+    let copy = copied(&["--strip-symbol", LACKS], folder.path());
+    let mut preload = preload_library().into_os_string();
+    preload.push(":");
+    preload.push(built("hosts-c/libbeside.so"));
+    let output = completion(&copy)
+        .env("LD_PRELOAD", preload)
+        .env("BESIDE", fixture("upstream").join("libggml-base.so"))
+        .env("LLAMA_SIDECAR_HOTSWAP", "1")
+        .output()
+        .expect("it starts");
+    assert_eq!(text(&output.stdout), alone(&program()));
+    let logged = text(&output.stderr);
+    let why = format!("the linker left '{LACKS}' out of this program");
+    assert!(logged.contains(&why), "{logged}");
+}
+
 /// Linkers keep one of several functions with the same code: calls of the others must not be taken for its own.
 #[test]
 fn a_function_whose_code_has_another_name_counts_as_not_seen() {

@@ -198,6 +198,27 @@ impl Caller {
         }
     }
 
+    /// Returns a function by name of the copy of ggml that `init` is in; or null. Another copy, with local scope, can be
+    /// the only one that defines it.
+    fn symbol_of_copy(&self, init: usize, name: &CStr) -> *mut c_void {
+        let found = self.symbol(name);
+        let own = loaded::look(|objects, scratch| {
+            let found = found as usize;
+            match loaded::are_together(objects, scratch, [init, found]) {
+                true => Some(found),
+                false => loaded::in_own_group(objects, scratch, init, name, this_library()),
+            }
+        });
+        if let Some(own) = own.flatten() {
+            return own as *mut c_void;
+        }
+        // SAFETY: the call is made from this library, which is the starting point of RTLD_NEXT.
+        match unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) } == found {
+            true => found,
+            false => std::ptr::null_mut(),
+        }
+    }
+
     /// Whether this object cannot work without a function of this name.
     pub fn requires(&self, name: &CStr) -> bool {
         let reference = loaded::look(|objects, _| self.among(objects)?.reference(name));
@@ -308,9 +329,11 @@ impl Caller {
     /// Returns the copy of ggml that this object uses; `None` when it is not supported. From
     /// here on the object and the copy stay loaded: threads of the drop-in call them.
     pub fn ggml(&self) -> Option<&'static Ggml> {
-        let found = *self
-            .ggml
-            .get_or_init(|| Ggml::resolve(&|name| self.symbol(name), self.is_linked()));
+        let resolve = || {
+            let init = self.symbol(c"ggml_init") as usize;
+            Ggml::resolve(&|name| self.symbol_of_copy(init, name), self.is_linked())
+        };
+        let found = *self.ggml.get_or_init(resolve);
         // Not while the cell is being filled: dlopen waits for constructors, which may wait
         // for the cell.
         if let Some(ggml) = found
