@@ -109,6 +109,12 @@ impl Ggml {
                 return None;
             }
         };
+        if kind_of_cpu(symbol, &functions).is_some_and(|kind| kind != DEVICE_CPU) {
+            passive(format_args!(
+                "this program's ggml numbers the kinds of devices in another way: it is too old: use a llama.cpp of 2025 or later"
+            ));
+            return None;
+        }
         let mut copies = COPIES.lock();
         let same = |copy: &&&Ggml| std::ptr::fn_addr_eq(copy.f.ggml_init, functions.ggml_init);
         if let Some(known) = copies.iter().find(same) {
@@ -466,6 +472,25 @@ fn resolve(
         (false, None) => return Err("ggml_backend_dev_type"),
     }
     Ok((functions, makers))
+}
+
+/// Returns the kind of the CPU, where the copy has its backend. It was 2 in October 2024.
+fn kind_of_cpu(symbol: &dyn Fn(&CStr) -> *mut c_void, functions: &Functions) -> Option<c_int> {
+    let init = symbol(c"ggml_backend_cpu_init");
+    if init.is_null() || !has_devices(symbol) {
+        return None;
+    }
+    // SAFETY: ggml's headers give the function of this name this type; its backend is freed.
+    unsafe {
+        let init: unsafe extern "C-unwind" fn() -> *mut Backend = std::mem::transmute(init);
+        let backend = init();
+        if backend.is_null() {
+            return None;
+        }
+        let kind = (functions.ggml_backend_dev_type)((functions.ggml_backend_get_device)(backend));
+        (functions.ggml_backend_free)(backend);
+        Some(kind)
+    }
 }
 
 /// Returns the file of a copy of ggml, and its version.
