@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, Host, Program, control, hash, replace, taken};
+use testkit::host::{DropIn, Host, Program, control, hash, replace};
 use testkit::process::{before_exec, limit, limit_of, memory};
 
 /// What the host writes; its answer has a hash of all logits.

@@ -164,7 +164,7 @@ impl Registry {
             }
             Commits::Steps => {
                 let steps = steps(store, self.staging_bytes, planned);
-                // Each step verifies what was read. After the last one, the file is in use, whatever becomes of it.
+                // Each step verifies what was read. After the last one, the file is in use, whatever happens to it.
                 if steps.is_empty() {
                     verify(planned)?;
                 }
