@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import socket
 import subprocess
@@ -17,7 +18,11 @@ from ._files import command_path
 Reply = dict[str, Any]
 
 _LONGEST_REPLY = 1 << 30
+# In seconds; what the system can wait for.
+_LONGEST_TIMEOUT = 1 << 30
 _PART = 1 << 16
+# Of an address of AF_UNIX, without the NUL at its end.
+_LONGEST_PATH = 107
 # How often a request is sent again to a socket with too many clients, and after how many seconds.
 _ATTEMPTS = 20
 _PAUSE = 0.2
@@ -87,6 +92,8 @@ class Sidecar:
 
     def __init__(self, socket: str | os.PathLike[str], timeout: float | None = None) -> None:
         """`timeout` in seconds is until when an answer has to be complete; without, it takes as long as it takes."""
+        if timeout is not None and not 0 < timeout <= _LONGEST_TIMEOUT:
+            raise ValueError(f"expected a timeout above 0 and up to {_LONGEST_TIMEOUT} s, found {timeout}")
         self.socket = Path(socket)
         self.timeout = timeout
 
@@ -109,7 +116,8 @@ class Sidecar:
                 client.settimeout(_left(until))
                 client.connect(os.fspath(self.socket))
                 client.sendall(sent)
-                while not line.endswith(b"\n") and len(line) < _LONGEST_REPLY:
+                part = b""
+                while b"\n" not in part and len(line) < _LONGEST_REPLY:
                     client.settimeout(_left(until))
                     part = client.recv(_PART)
                     if not part:
@@ -120,12 +128,18 @@ class Sidecar:
             raise Unreachable(text) from error
         except (BrokenPipeError, ConnectionResetError) as error:
             raise Unreachable(f"the program at {self.socket} ended before it answered") from error
+        except PermissionError as error:
+            text = f"{self.socket} belongs to another user, or its folder does: run this as the user of the program"
+            raise Unreachable(text) from error
         except OSError as error:
+            if len(os.fsencode(self.socket)) > _LONGEST_PATH:
+                raise Unreachable(f"the path of a socket has at most {_LONGEST_PATH} bytes: {self.socket}") from error
             text = f"no program answers at {self.socket}: start it with llama-sidecar run --socket {self.socket}"
             raise Unreachable(text) from error
-        if not line.endswith(b"\n"):
+        answer, newline, _ = line.partition(b"\n")
+        if not newline:
             raise Unreachable(f"the program at {self.socket} ended before it answered")
-        reply: Reply = _read(_object, line)
+        reply: Reply = _read(_object, answer)
         return reply
 
     def ping(self) -> None:
@@ -214,12 +228,16 @@ class Sidecar:
 
     def mask(self, experts: Mapping[int, Iterable[int]], clear: bool = False) -> None:
         """Masks these experts, by layer, in place of those before; with `clear`, other layers have no mask."""
-        masks = [{"layer": layer, "experts": list(of_layer)} for layer, of_layer in experts.items()]
+        # Numbers of numpy, too.
+        masks = [
+            {"layer": operator.index(layer), "experts": [operator.index(expert) for expert in of_layer]}
+            for layer, of_layer in experts.items()
+        ]
         self.request("mask", masks=masks, clear=clear)
 
     def prefer(self, margin: float) -> None:
         """Sets the margin within which experts in memory are preferred, 0 to 1."""
-        self.request("prefer", margin=margin)
+        self.request("prefer", margin=float(margin))
 
     def mark(self, text: str) -> None:
         """Notes a text at the current position of the routes."""

@@ -96,4 +96,38 @@ try:
     Sidecar(program("busy", lambda client: client.sendall(busy)), timeout=0.5).ping()
 except SidecarError as error:
     assert str(error) == "too many", error
+# What follows an answer is not waited for.
+more = Sidecar(program("more", lambda client: (client.sendall(b'{"ok": true}\n{'), time.sleep(60))), timeout=30)
+began = time.monotonic()
+more.ping()
+assert time.monotonic() - began < 20
+
+
+class Number:
+    """An integer as numpy has them, which JSON does not know."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __index__(self):
+        return self.number
+
+
+asked = []
+path = program("number", lambda client: client.sendall(b'{"ok": true}\n'))
+sidecar = Sidecar(path, timeout=60)
+sidecar._exchange = lambda sent, until: asked.append(json.loads(sent)) or {"ok": True}
+sidecar.mask({Number(3): [Number(5), 7]})
+assert asked == [{"cmd": "mask", "masks": [{"layer": 3, "experts": [5, 7]}], "clear": False}], asked
+for timeout in (0, -1, float("inf"), float("nan")):
+    try:
+        Sidecar(path, timeout=timeout)
+    except ValueError as error:
+        assert "expected a timeout" in str(error), error
+    else:
+        raise AssertionError(f"{timeout} is a timeout")
+try:
+    Sidecar(folder / ("n" * 200)).ping()
+except Unreachable as error:
+    assert "at most 107 bytes" in str(error), error
 print(f"{len(texts)} odd answers are errors of one type, and slow programs end at the deadline")
