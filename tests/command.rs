@@ -182,6 +182,43 @@ fn status_with(errors: Stdio, most: u64) -> Option<i32> {
 }
 
 #[test]
+fn what_has_no_end_is_refused() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = fixture("small.gguf").display().to_string();
+    let quantise = [
+        "swap",
+        &model,
+        "--tensor",
+        "blk.0.attn_q.weight",
+        "--from",
+        &model,
+    ];
+    let ggml = fixture("upstream").join("libggml-base.so");
+    let ggml = ggml.display().to_string();
+    let matrix = ["--as", "q4_K", "--ggml", &ggml, "--imatrix", "/dev/zero"];
+    let socket = folder.path().join("socket");
+    let _silent = UnixListener::bind(&socket).expect("it listens");
+    let socket = socket.display().to_string();
+    let most = u64::MAX.to_string();
+    for (arguments, expected) in [
+        (
+            &[&quantise[..], &matrix].concat()[..],
+            "it is not a regular file",
+        ),
+        (&["compare", "--minutes", &most, "--", "true"], "1000000000"),
+        (&["compare", "--seconds", &most, "--", "true"], "1000000000"),
+        (
+            &["ping", "--timeout", "1e-9", "--socket", &socket],
+            "does not answer in time",
+        ),
+    ] {
+        let (text, status) = command_line(arguments, "");
+        assert!([Some(1), Some(2)].contains(&status.code()), "{text}");
+        assert!(text.contains(expected), "{text}");
+    }
+}
+
+#[test]
 fn a_model_is_loaded_to_a_device() {
     let model = fixture("small.gguf");
     let driver = built("sim-cuda/libcuda.so.1");
@@ -359,7 +396,8 @@ fn the_wrapper_reports_evaluations_and_reloads_at_the_end() {
     );
     let (line, status) = last(&["run", "--stream-experts", "--", "sh", "-c", "exit 3"]);
     assert_eq!(status.code(), Some(3));
-    let failed = "the program ended before it opened a model (exit status: 3)";
+    let failed =
+        "the program ended before it opened a model that the drop-in sees (exit status: 3)";
     assert!(line.contains(failed) && !line.contains("ggml"), "{line}");
     let (line, _) = last(&["run", "--none", "--", "true"]);
     assert!(line.contains("nothing enabled"), "{line}");
@@ -1110,7 +1148,7 @@ fn doctor_reports_what_works_and_why_not() {
     assert_eq!(status.code(), Some(1));
     for part in [
         "ended       exit status: 3; it printed: no such file\n",
-        "the program ended before it opened a model (exit status: 3)",
+        "the program ended before it opened a model that the drop-in sees (exit status: 3)",
     ] {
         assert!(text.contains(part), "{part}: {text}");
     }

@@ -19,6 +19,7 @@ use results::{Computed, Logits, Way};
 use sidecar_core::protocol::Event;
 use sidecar_core::text;
 
+use crate::deadline::LONGEST;
 use crate::launch::gains;
 use crate::launch::journal::Events;
 use crate::output::{Outputs, progress};
@@ -49,13 +50,13 @@ pub struct CompareOptions {
     #[arg(long, value_name = "N", default_value_t = 48, value_parser = clap::value_parser!(u32).range(1..=65536))]
     tokens: u32,
     /// Begin no further round after so many minutes.
-    #[arg(long, value_name = "N", default_value_t = 15)]
+    #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u64).range(..=LONGEST))]
     minutes: u64,
     /// Measure until differences have errors of at most so many percent.
     #[arg(long, value_name = "PERCENT", default_value_t = 3.0)]
     precision: f64,
     /// Longest time of one run of the program, in seconds.
-    #[arg(long, value_name = "N", default_value_t = 600)]
+    #[arg(long, value_name = "N", default_value_t = 600, value_parser = clap::value_parser!(u64).range(..=LONGEST))]
     seconds: u64,
     /// Where to write the comparison as JSON; a page with the same name and .html is beside it.
     #[arg(short, long, value_name = "PATH", default_value = "compare.json")]

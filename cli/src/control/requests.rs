@@ -328,6 +328,11 @@ fn ask_once(
     longest: u64,
 ) -> Result<Value> {
     let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+    if left.is_some_and(|left| left.is_zero()) {
+        // A time of 0 has no limit for the kernel.
+        let (socket, error) = (socket.to_owned(), ErrorKind::TimedOut.into());
+        bail!(Late { socket, error });
+    }
     let mut stream = connect(socket, request, left)?;
     stream.set_write_timeout(left)?;
     // A connection that is turned away is closed: what was sent before has the reason.
@@ -342,10 +347,11 @@ fn ask_once(
         let socket = socket.to_owned();
         bail!(Late { socket, error });
     }
-    if answer.is_empty() {
+    let is_cut = !answer.ends_with(b"\n") && (answer.len() as u64) < longest;
+    if is_cut && (answer.is_empty() || answer.starts_with(b"{")) {
         let cause = sent.and(read).err().map(|error| format!(" ({error})"));
         bail!(
-            "{} was closed without a reply{}, as by the end of the process: see the output of the program, and start it again",
+            "{} was closed without a complete reply{}, as by the end of the process: see the output of the program, and start it again",
             text::path(socket),
             cause.unwrap_or_default()
         );

@@ -12,7 +12,7 @@ use crate::launch::kept::{Kept, machine};
 /// The list.
 const CRASHES: Kept = Kept { name: "crashes" };
 /// Signals of faults: other signals come from a user or a supervisor.
-const FAULTS: [(i32, &str); 6] = [
+pub const FAULTS: [(i32, &str); 6] = [
     (libc::SIGABRT, "SIGABRT"),
     (libc::SIGBUS, "SIGBUS"),
     (libc::SIGFPE, "SIGFPE"),

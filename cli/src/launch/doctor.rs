@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::{Read, Seek};
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -13,8 +13,10 @@ use sidecar_core::config::Config;
 use sidecar_core::protocol::{Event, NoEffect, is_tried_ggml};
 use sidecar_core::text;
 
+use crate::deadline::LONGEST;
 use crate::interruption;
 use crate::launch::child::{self, Group};
+use crate::launch::crashes::FAULTS;
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::hooks;
 use crate::launch::journal::{Events, JOURNAL, Journal, UNKNOWN_YET};
@@ -27,7 +29,7 @@ use crate::report::traces::TraceReport;
 #[derive(clap::Args)]
 pub struct DoctorOptions {
     /// Longest time to wait for the first evaluation, in seconds.
-    #[arg(long, value_name = "N", default_value_t = 60)]
+    #[arg(long, value_name = "N", default_value_t = 60, value_parser = clap::value_parser!(u64).range(..=LONGEST))]
     seconds: u64,
     /// Fail if the experts of a model cannot be streamed in the program.
     #[arg(long)]
@@ -135,8 +137,13 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
     };
     let no_effect = events.no_effect().find(is_requested);
     let no_effect = || no_effect.map(|found| found.sentence.clone());
+    let has_fault = |of: &ExitStatus| FAULTS.iter().any(|(fault, _)| of.signal() == Some(*fault));
+    let fault = ended.filter(has_fault).map(|status| {
+        format!("the program ended by a fault ({status}): see whether it does without the drop-in")
+    });
     match events
         .obstacle(ended)
+        .or(fault)
         .or_else(of_streaming)
         .or_else(no_effect)
     {

@@ -229,11 +229,13 @@ impl Events {
             _ => None,
         });
         if let Some(status) = ended.filter(|status| has_failed(*status)) {
-            let before = opened.map_or("it opened a model".into(), |path| {
-                format!("{path} was evaluated")
-            });
+            let Some(path) = opened else {
+                return Some(format!(
+                    "the program ended before it opened a model that the drop-in sees ({status}): correct the error that it printed; if it has used a model, see which of its functions 'llama-sidecar doctor -- COMMAND' finds"
+                ));
+            };
             return Some(format!(
-                "the program ended before {before} ({status}): correct the error that it printed, then try again"
+                "the program ended before {path} was evaluated ({status}): correct the error that it printed, then try again"
             ));
         }
         Some(match (self.is_loaded(), opened) {

@@ -36,6 +36,7 @@ use sidecar_core::config;
 use sidecar_core::memory::free_memory;
 use sidecar_core::text;
 
+use crate::deadline::LONGEST;
 use crate::output::progress;
 use crate::report::cache::{Caches, Policy};
 use crate::report::stream::Disk;
@@ -66,7 +67,7 @@ pub struct PlanOptions {
     #[arg(long)]
     measure: bool,
     /// Longest time of the run of the program, in seconds.
-    #[arg(long, value_name = "N", default_value_t = 600)]
+    #[arg(long, value_name = "N", default_value_t = 600, value_parser = clap::value_parser!(u64).range(..=LONGEST))]
     seconds: u64,
     /// How many settings to list.
     #[arg(long, value_name = "N", default_value_t = 8)]

@@ -11,6 +11,7 @@ mod search;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use sidecar_core::files::folder_of;
 use sidecar_core::gguf::{Access, GgufFile, new_paths, open_model};
 use sidecar_core::protocol::LayerMask;
 use sidecar_core::text;
@@ -86,13 +87,26 @@ pub fn run(options: &PruneOptions) -> Result<()> {
     for (path, start) in &all {
         // Not after the measurements.
         options.replace.check(path, start)?;
+        if *start == "GGUF" && path.metadata().is_ok_and(|found| !found.is_file()) {
+            bail!(
+                "cannot write {}: it is not a regular file, as a model is",
+                text::path(path)
+            );
+        }
     }
-    let mut paths: Vec<&PathBuf> = all.iter().map(|(path, _)| *path).collect();
+    let real = |path: &Path| {
+        let beside = || Some(folder_of(path).canonicalize().ok()?.join(path.file_name()?));
+        path.canonicalize().ok().or_else(beside)
+    };
+    let mut paths: Vec<PathBuf> = all
+        .iter()
+        .map(|(path, _)| real(path).unwrap_or_else(|| (*path).clone()))
+        .collect();
     paths.sort_unstable();
     if let Some(twice) = paths.windows(2).find(|pair| pair[0] == pair[1]) {
         bail!(
             "{} is named twice: each file needs a path of its own",
-            text::path(twice[0])
+            text::path(&twice[0])
         );
     }
     let model = Model {

@@ -6,6 +6,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use sidecar_core::files;
 use sidecar_core::gguf::{Access, GgufFile, TensorInfo, Value};
 use sidecar_core::reload::{Hash, hash_bytes};
 use sidecar_core::text;
@@ -25,11 +26,12 @@ impl Matrix {
     pub fn load(path: &Path) -> Result<Matrix> {
         let explain = || format!("cannot read the importance matrix {}", text::path(path));
         let mut start = [0; 4];
-        let mut file = std::fs::File::open(path).with_context(explain)?;
+        // A device has no end.
+        let mut file = files::open(path).with_context(explain)?;
         file.read_exact(&mut start).with_context(explain)?;
         let matrix = match &start {
             b"GGUF" => of_gguf(path),
-            _ => of_bytes(path, &std::fs::read(path).with_context(explain)?),
+            _ => of_bytes(path, &files::read(path).with_context(explain)?),
         };
         let matrix = matrix.with_context(explain)?;
         for (name, values) in &matrix.entries {
