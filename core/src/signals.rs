@@ -50,8 +50,14 @@ pub fn without_write_signals<T>(write: impl FnOnce() -> T) -> T {
         // SAFETY: valid sets; the call takes what is pending, and does not wait.
         unsafe {
             if libc::sigismember(&now, signal) == 1 && libc::sigismember(&before, signal) != 1 {
-                let at_once = std::mem::zeroed();
-                libc::sigtimedwait(&set(&[signal]), std::ptr::null_mut(), &at_once);
+                let (mut info, at_once) = (std::mem::zeroed(), std::mem::zeroed());
+                let taken = libc::sigtimedwait(&set(&[signal]), &mut info, &at_once);
+                // The kernel names this process for a signal of a write. One that another process sent meanwhile is the
+                // program's.
+                let process = libc::getpid();
+                if taken == signal && libc::siginfo_t::si_pid(&info) != process {
+                    libc::kill(process, signal);
+                }
             }
         }
     }
@@ -81,8 +87,36 @@ fn pending() -> libc::sigset_t {
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
+
+    #[test]
+    fn a_signal_that_another_process_sends_meanwhile_is_the_programs() {
+        static SEEN: AtomicUsize = AtomicUsize::new(0);
+        extern "C" fn seen(_: libc::c_int) {
+            SEEN.fetch_add(1, Ordering::SeqCst);
+        }
+        // SAFETY: the handler counts; the child makes two system calls, and is waited for.
+        unsafe {
+            let handler = seen as extern "C" fn(libc::c_int);
+            libc::signal(libc::SIGXFSZ, handler as libc::sighandler_t);
+            let (process, thread) = (libc::getpid(), libc::gettid());
+            without_write_signals(|| {
+                let child = libc::fork();
+                if child == 0 {
+                    libc::syscall(libc::SYS_tgkill, process, thread, libc::SIGXFSZ);
+                    libc::_exit(0);
+                }
+                libc::waitpid(child, std::ptr::null_mut(), 0);
+            });
+        }
+        let began = std::time::Instant::now();
+        while SEEN.load(Ordering::SeqCst) == 0 {
+            assert!(began.elapsed().as_secs() < 10, "it is lost");
+            std::thread::yield_now();
+        }
+    }
 
     #[test]
     fn a_signal_of_a_write_is_taken_and_one_of_the_program_stays() {

@@ -305,7 +305,9 @@ impl Model {
         total: u64,
         progress: &mut impl FnMut(Progress<'_>) -> bool,
     ) -> Result<()> {
-        let [done, tensors] = [const { AtomicU64::new(0) }; 2];
+        let done = AtomicU64::new(0);
+        let empty = |tensor: &&Pending| tensor.version.nbytes == 0;
+        let tensors = AtomicU64::new(pending.iter().filter(empty).count() as u64);
         // Bytes of each tensor that are left, and the tensor that was read last.
         let left: Vec<AtomicU64> = pending
             .iter()
