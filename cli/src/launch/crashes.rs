@@ -12,7 +12,7 @@ use crate::launch::kept::{Kept, machine};
 /// The list.
 const CRASHES: Kept = Kept { name: "crashes" };
 /// Signals of faults: other signals come from a user or a supervisor.
-pub const FAULTS: [(i32, &str); 6] = [
+const FAULTS: [(i32, &str); 6] = [
     (libc::SIGABRT, "SIGABRT"),
     (libc::SIGBUS, "SIGBUS"),
     (libc::SIGFPE, "SIGFPE"),
@@ -20,6 +20,13 @@ pub const FAULTS: [(i32, &str); 6] = [
     (libc::SIGSEGV, "SIGSEGV"),
     (libc::SIGSYS, "SIGSYS"),
 ];
+
+/// Returns the name of the fault that ended a program.
+pub fn fault(status: ExitStatus) -> Option<&'static str> {
+    let mut faults = FAULTS.iter();
+    let found = faults.find(|(signal, _)| status.signal() == Some(*signal));
+    found.map(|(_, name)| *name)
+}
 
 /// A start of a program, and the fault that ended it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -74,12 +81,9 @@ impl Start {
         let known: Vec<Start> = CRASHES.entries();
         let mut entries = known.clone();
         entries.retain(|earlier| !self.is_like(earlier));
-        let fault = FAULTS
-            .iter()
-            .find(|(signal, _)| status.signal() == Some(*signal));
-        if let Some((_, name)) = fault {
+        if let Some(name) = fault(status) {
             self.models = models;
-            self.signal = (*name).into();
+            self.signal = name.into();
             entries.push(self);
         }
         if entries != known {

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::{Read, Seek};
-use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -16,11 +16,10 @@ use sidecar_core::text;
 use crate::deadline::LONGEST;
 use crate::interruption;
 use crate::launch::child::{self, Group};
-use crate::launch::crashes::FAULTS;
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::hooks;
 use crate::launch::journal::{Events, JOURNAL, Journal, UNKNOWN_YET};
-use crate::launch::own_cache;
+use crate::launch::{crashes, own_cache};
 use crate::report::cache::{Caches, Policy};
 use crate::report::stream;
 use crate::report::traces::TraceReport;
@@ -137,8 +136,8 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
     };
     let no_effect = events.no_effect().find(is_requested);
     let no_effect = || no_effect.map(|found| found.sentence.clone());
-    let has_fault = |of: &ExitStatus| FAULTS.iter().any(|(fault, _)| of.signal() == Some(*fault));
-    let fault = ended.filter(has_fault).map(|status| {
+    let fault = ended.filter(|status| crashes::fault(*status).is_some());
+    let fault = fault.map(|status| {
         format!("the program ended by a fault ({status}): see whether it does without the drop-in")
     });
     match events
