@@ -40,11 +40,8 @@ impl Model {
     pub unsafe fn of_memory(tensors: &[BorrowedTensor<'_>]) -> Result<Model> {
         let mut header = HeaderWriter::new(DEFAULT_ALIGNMENT as u32);
         for tensor in tensors {
-            let [columns, rows @ ..] = tensor.ne;
-            let expected = TypeInfo::from_id(tensor.ty).and_then(|ty| {
-                rows.into_iter()
-                    .try_fold(ty.row_bytes(columns)?, u64::checked_mul)
-            });
+            let ty = TypeInfo::from_id(tensor.ty);
+            let expected = ty.and_then(|ty| ty.tensor_bytes(&tensor.ne));
             // What has no size is refused with the header.
             if let Some(expected) = expected
                 && (expected != tensor.nbytes || tensor.data.is_null())

@@ -347,15 +347,7 @@ fn tensor_info(
             ty: ty.name(),
         }));
     }
-    let nbytes = if empty {
-        Some(0)
-    } else {
-        ne[1..]
-            .iter()
-            .try_fold(ty.row_bytes(ne[0]).unwrap_or(u64::MAX), |n, &extent| {
-                n.checked_mul(extent)
-            })
-    };
+    let nbytes = ty.tensor_bytes(&ne);
     let nbytes = nbytes.ok_or_else(|| bad_shape("the size in bytes does not fit 64 bits"))?;
     let data_at = cursor.u64(what)?;
     Ok(TensorInfo {

@@ -66,6 +66,18 @@ impl TypeInfo {
             .checked_mul(self.bytes)?
             .checked_add(self.row_meta)
     }
+
+    /// Returns the bytes of a tensor of these dimensions, as [`TypeInfo::row_bytes`]; 0 without elements.
+    pub fn tensor_bytes(&self, ne: &[u64; 4]) -> Option<u64> {
+        match ne {
+            ne if ne.contains(&0) => Some(0),
+            [columns, rows @ ..] => rows
+                .iter()
+                .try_fold(self.row_bytes(*columns)?, |n, &extent| {
+                    n.checked_mul(extent)
+                }),
+        }
+    }
 }
 
 const fn upstream(id: u32, c_name: &'static std::ffi::CStr, block: u64, bytes: u64) -> TypeInfo {
