@@ -109,16 +109,16 @@ impl Ggml {
                 return None;
             }
         };
+        let mut copies = COPIES.lock();
+        let same = |copy: &&&Ggml| std::ptr::fn_addr_eq(copy.f.ggml_init, functions.ggml_init);
+        if let Some(known) = copies.iter().find(same) {
+            return Some(known);
+        }
         if kind_of_cpu(symbol, &functions).is_some_and(|kind| kind != DEVICE_CPU) {
             passive(format_args!(
                 "this program's ggml numbers the kinds of devices in another way: it is too old: use a llama.cpp of 2025 or later"
             ));
             return None;
-        }
-        let mut copies = COPIES.lock();
-        let same = |copy: &&&Ggml| std::ptr::fn_addr_eq(copy.f.ggml_init, functions.ggml_init);
-        if let Some(known) = copies.iter().find(same) {
-            return Some(known);
         }
         match layout::probe(&functions, makers.as_ref()) {
             Ok((layout, ops)) => {

@@ -198,10 +198,14 @@ impl Caller {
         }
     }
 
-    /// Returns a function by name of the copy of ggml that `init` is in; or null. Another copy, with local scope, can be
-    /// the only one that defines it.
-    fn symbol_of_copy(&self, init: usize, name: &CStr) -> *mut c_void {
+    /// Returns a function by name of the copy of ggml that `init` is in, in the object at `place`; or null. Another copy, with
+    /// local scope, can be the only one that defines it.
+    fn symbol_of_copy(&self, init: usize, place: Option<Place>, name: &CStr) -> *mut c_void {
         let found = self.symbol(name);
+        let is_at = |place: Place| (place.start..place.end).contains(&(found as usize));
+        if found.is_null() || place.is_some_and(is_at) {
+            return found;
+        }
         let own = loaded::look(|objects, scratch| {
             let found = found as usize;
             match loaded::are_together(objects, scratch, [init, found]) {
@@ -331,7 +335,9 @@ impl Caller {
     pub fn ggml(&self) -> Option<&'static Ggml> {
         let resolve = || {
             let init = self.symbol(c"ggml_init") as usize;
-            Ggml::resolve(&|name| self.symbol_of_copy(init, name), self.is_linked())
+            let place = loaded::place_of(init);
+            let symbol = |name: &CStr| self.symbol_of_copy(init, place, name);
+            Ggml::resolve(&symbol, self.is_linked())
         };
         let found = *self.ggml.get_or_init(resolve);
         // Not while the cell is being filled: dlopen waits for constructors, which may wait

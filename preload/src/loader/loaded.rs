@@ -303,18 +303,17 @@ pub fn in_own_group(
     first_definition(objects, scratch.group(objects, root), name, None, except)
 }
 
-/// Whether two addresses are in objects that one object needs, or in one object.
+/// Whether two addresses are in objects that one object needs, or that one of them needs.
 pub fn are_together(objects: &[Object], scratch: &mut Scratch, addresses: [usize; 2]) -> bool {
     let [one, other] =
         addresses.map(|address| objects.iter().position(|object| object.contains(address)));
     let (Some(one), Some(other)) = (one, other) else {
         return false;
     };
-    one == other
-        || (0..objects.len()).any(|root| {
-            let group = scratch.group(objects, root);
-            group.contains(&one) && group.contains(&other)
-        })
+    (0..objects.len()).any(|root| {
+        let group = scratch.group(objects, root);
+        group.contains(&one) && group.contains(&other)
+    })
 }
 
 fn first_definition(
