@@ -43,7 +43,10 @@ fn a_program_that_closes_its_end_is_a_failure() {
     // Closed before, while or after the request is written.
     std::thread::spawn(move || listener.incoming().for_each(drop));
     for words in REQUESTS.iter().cycle().take(120) {
-        fails(&at(&socket, words, &[]), "was closed without a complete reply");
+        fails(
+            &at(&socket, words, &[]),
+            "was closed without a complete reply",
+        );
     }
 }
 
