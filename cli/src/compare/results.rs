@@ -233,13 +233,15 @@ impl Way {
             Some(Logits::EqualWith { option, .. }) => {
                 format!("; logits are those of the program with {option}")
             }
-            _ => "; every logit is equal".into(),
+            Some(_) => "; every logit is equal".into(),
+            None => "; logits were not compared".into(),
         };
         match self.verdict(stock) {
             Verdict::Use => {
                 format!("use {name}: the program is faster with it ({figures}){logits}")
             }
             Verdict::Leave => format!("leave {name}: the program is slower with it ({figures})"),
+            Verdict::Unclear if rounds == 0 => format!("leave {name}: it was not measured"),
             Verdict::Unclear => {
                 format!("leave {name}: {rounds} rounds show no difference ({figures}){logits}")
             }
@@ -358,6 +360,14 @@ mod tests {
         assert_eq!(same.verdict(&stock), Verdict::Unclear);
         let few = way(&["--hotswap"], EQUAL, &faster[..2]);
         assert_eq!(few.verdict(&stock), Verdict::Unclear);
+        let none = way(&["--hotswap"], None, &[]);
+        assert_eq!(
+            none.sentence(&stock),
+            "leave --hotswap: it was not measured"
+        );
+        let not_compared = way(&["--hotswap"], None, &faster);
+        let sentence = not_compared.sentence(&stock);
+        assert!(sentence.ends_with("logits were not compared"), "{sentence}");
 
         let ways = [wrong, slower, same, good];
         assert_eq!(best(&ways, &stock), Some(&ways[3]));
