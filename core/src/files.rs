@@ -32,6 +32,8 @@ use crate::text;
 /// The end of the name of a file that is not complete. The name starts with a dot.
 pub const INCOMPLETE: &str = ".part";
 
+/// The most bytes of a text that is read whole.
+const MOST_TEXT: u64 = 256 << 20;
 /// The links that a path may go through.
 const MAX_LINKS: usize = 40;
 /// The bytes at the start of a file by which it is known.
@@ -141,6 +143,17 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     open(path)?.read_to_end(&mut bytes)?;
     Ok(bytes)
+}
+
+/// Reads a text that [`open`] opens: a list, prompts, a trace. One with more than [`MOST_TEXT`] bytes is an error.
+pub fn read_text(path: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    // Not by the size that is stated: that of a pipe is 0.
+    let read = open(path)?.take(MOST_TEXT + 1).read_to_string(&mut text)?;
+    match read as u64 <= MOST_TEXT {
+        true => Ok(text),
+        false => Err(io::Error::other("it is larger than 256 MiB")),
+    }
 }
 
 /// Opens a regular file of the own user or of root for reading: the file has commands, or data

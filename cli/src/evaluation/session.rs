@@ -183,11 +183,11 @@ impl<'a> Session<'a> {
 /// Fails if a text cannot be evaluated. A token has at least one byte.
 fn check_text(text: &Path, context: u32) -> Result<()> {
     let found = File::open(text)?.metadata()?;
-    ensure!(!found.is_dir(), "it is a folder");
     ensure!(
-        !found.is_file() || found.len() >= 2 * u64::from(context),
-        "{TOO_SHORT}"
+        found.is_file(),
+        "it is not a regular file, and more than one process reads it"
     );
+    ensure!(found.len() >= 2 * u64::from(context), "{TOO_SHORT}");
     Ok(())
 }
 

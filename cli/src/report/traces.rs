@@ -47,8 +47,8 @@ impl TraceReport {
             text::path(path)
         );
         let text =
-            files::read(path).with_context(|| format!("cannot read {}", text::path(path)))?;
-        let json = serde_json::from_slice(&text).with_context(|| {
+            files::read_text(path).with_context(|| format!("cannot read {}", text::path(path)))?;
+        let json = serde_json::from_str(&text).with_context(|| {
             format!(
                 "{} is not JSON: write a trace with --expert-trace-output trace.json",
                 text::path(path)

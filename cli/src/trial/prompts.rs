@@ -1,10 +1,9 @@
 //! What is requested of a server.
 
-use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use sidecar_core::text;
+use sidecar_core::{files, text};
 
 /// A text for prompts.
 const TEXT: &str = include_str!("prompt.txt");
@@ -62,7 +61,7 @@ pub fn long_and_short(prompt: u32, answer: u32) -> Vec<Request> {
 /// Reads prompts, one in each line.
 pub fn read(path: &Path, tokens: u32) -> Result<Vec<Request>> {
     let text =
-        fs::read_to_string(path).with_context(|| format!("cannot read {}", text::path(path)))?;
+        files::read_text(path).with_context(|| format!("cannot read {}", text::path(path)))?;
     let lines = text.lines().filter(|line| !line.trim().is_empty());
     let requests: Vec<Request> = lines
         .map(|prompt| Request {

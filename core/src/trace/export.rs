@@ -93,8 +93,8 @@ pub fn to_json(meta: &ModelMeta, snapshot: &Snapshot) -> Value {
 /// [`ErrorKind::InvalidData`] where the file could be read.
 pub fn read(path: &Path) -> io::Result<(ModelMeta, Snapshot)> {
     let fail = |kind, why| io::Error::new(kind, format!("{}: {why}", text::path(path)));
-    let text = files::read(path).map_err(|error| fail(error.kind(), error.to_string()))?;
-    let json = serde_json::from_slice(&text).map_err(|error| error.to_string());
+    let text = files::read_text(path).map_err(|error| fail(error.kind(), error.to_string()))?;
+    let json = serde_json::from_str(&text).map_err(|error| error.to_string());
     let read = json.and_then(|json| from_json(&json));
     read.map_err(|why| {
         fail(
