@@ -20,8 +20,9 @@ use serde_json::{Value, json};
 use sidecar_core::experts::Routing;
 use sidecar_core::gguf::{Access, GgufFile};
 use testkit::fixtures::{fixture, upstream_libraries};
-use testkit::host::{DropIn, Host, Program, built, plain_command};
+use testkit::host::{DropIn, Host, Program, built, plain_command, preload_library};
 use testkit::process::{before_exec, lead_session, limit, terminal};
+use testkit::server::llama;
 use testkit::sim_ggml::SimGgml;
 
 #[test]
@@ -200,9 +201,21 @@ fn what_has_no_end_is_refused() {
     let _silent = UnixListener::bind(&socket).expect("it listens");
     let socket = socket.display().to_string();
     let most = u64::MAX.to_string();
+    let moe = fixture("small-moe.gguf").display().to_string();
+    let sparse = folder.path().join("sparse.json");
+    let made = File::create(&sparse).and_then(|file| file.set_len(4 << 30));
+    made.expect("a sparse file");
+    let sparse = sparse.display().to_string();
+    let prune = ["prune", &moe, "--leave-out", "25%", "--program", "true"];
     for (arguments, expected) in [
         (
             &[&quantise[..], &matrix].concat()[..],
+            "it is not a regular file",
+        ),
+        (&["report", &sparse], "it is larger than 256 MiB"),
+        (&["report", "/dev/zero"], "it is not a regular file"),
+        (
+            &[&prune[..], &["--text", "/dev/zero"]].concat(),
             "it is not a regular file",
         ),
         (&["compare", "--minutes", &most, "--", "true"], "1000000000"),
@@ -659,6 +672,21 @@ fn a_setting_without_effect_is_reported() {
     host.text(1);
     assert_eq!(host.logged(sentence).len(), 1);
     assert_eq!(host.end(), Some(0));
+}
+
+#[test]
+fn a_rejected_value_is_reported_where_nothing_else_is_set() {
+    let mut command = llama("llama-completion");
+    command.arg("-m").arg(fixture("small.gguf"));
+    command.args(["-p", "a", "-n", "1", "-no-cnv", "-t", "1"]);
+    command.env("LD_PRELOAD", preload_library());
+    command.env("LLAMA_EXPERT_STREAM", "1");
+    let output = command.output().expect("it starts");
+    let text = String::from_utf8_lossy(&output.stderr);
+    let expected =
+        "LLAMA_EXPERT_STREAM=\"1\": expected one of off, needed, auto, on; using the default";
+    assert!(output.status.success(), "{text}");
+    assert_eq!(text.matches(expected).count(), 1, "{text}");
 }
 
 #[test]

@@ -63,8 +63,8 @@ pub fn is_on() -> bool {
     !OFF.load(Ordering::Relaxed) && CAPABILITIES.iter().any(|of| of.is_enabled())
 }
 
-/// Logs once, before the first model is loaded, which settings have no effect and which outputs
-/// cannot be written. `run` does that itself, and sets the journal.
+/// Logs once, before the first model is loaded, which settings were rejected or have no effect, and
+/// which outputs cannot be written. `run` does that itself, and sets the journal.
 pub fn report_settings() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -73,14 +73,22 @@ pub fn report_settings() {
         if config.journal.is_some() {
             return;
         }
-        for sentence in config.unwritable() {
-            logger::init();
-            log::error!("{sentence}");
+        let unwritable = config.unwritable();
+        if [&config.rejected, &unwritable, &config.without_effect]
+            .iter()
+            .all(|of| of.is_empty())
+        {
+            return;
         }
-        for sentence in &config.without_effect {
-            logger::init();
-            log::warn!("{sentence}");
-        }
+        // Logs those that were rejected.
+        logger::init();
+        unwritable
+            .iter()
+            .for_each(|sentence| log::error!("{sentence}"));
+        config
+            .without_effect
+            .iter()
+            .for_each(|sentence| log::warn!("{sentence}"));
     });
 }
 
