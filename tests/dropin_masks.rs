@@ -501,6 +501,9 @@ fn a_mask_leaves_as_many_experts_as_the_program_uses() {
         let mut host = masking_host(&model, &[("HOST_OVERRIDE", &number)]);
         // A warm-up routes to all experts, and does not count.
         host.ask("warmup");
+        let answer = host.request(&json!({"cmd": "mask"}));
+        let error = answer["error"].as_str().unwrap_or_default();
+        assert!(error.contains("names no layer"), "{answer}");
         let most = 8 - used;
         let all: Vec<u32> = (0..8).collect();
         let reason = refusal(&host, &all[..most + 1]).expect("too many");

@@ -74,6 +74,9 @@ pub fn set(requested: &[LayerMask], clear: bool) -> Result<(), String> {
     if !Config::get().expert_masks {
         return Err(NO_MASKS.into());
     }
+    if requested.is_empty() && !clear {
+        return Err("the request names no layer, so no mask changes: name layers with their experts, or pass clear".into());
+    }
     let models = models::loaded()?;
     let with_masks = models.iter().map(|model| (model, masks::of_model(model)));
     let with_masks: Vec<_> = with_masks.filter(|(_, masks)| !masks.is_empty()).collect();

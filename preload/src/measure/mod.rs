@@ -45,7 +45,7 @@ impl Capability for Measurements {
 type Symbol<'a> = &'a dyn Fn(&CStr) -> *mut c_void;
 
 /// Measures what is requested, and ends the process: the program is about to load a `model`, which is not needed
-/// then. Returns if nothing is requested.
+/// then. Returns if nothing is requested, or if the request cannot be read.
 pub fn run_once(ggml: &'static Ggml, model: &Path, symbol: Symbol<'_>) {
     let Some(path) = &Config::get().measure else {
         return;
@@ -53,7 +53,11 @@ pub fn run_once(ggml: &'static Ggml, model: &Path, symbol: Symbol<'_>) {
     journal::note(|| Event::Opened {
         path: text::path(model),
     });
-    let result = read(path).and_then(|wanted| measure(ggml, symbol, &wanted));
+    let wanted = match read(path) {
+        Ok(wanted) => wanted,
+        Err(error) => return log::error!("nothing is measured: {error}"),
+    };
+    let result = measure(ggml, symbol, &wanted);
     journal::note(|| {
         let (found, error) = match result {
             Ok(found) => (found, None),

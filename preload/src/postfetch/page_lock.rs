@@ -83,6 +83,7 @@ fn lock(model: &Arc<Model>) {
         Some(load::ExpertMemory::Copied) | None => {
             return refuse("no routed experts are in the mapping of its file");
         }
+        Some(load::ExpertMemory::Unknown) => return refuse("/proc/self/maps cannot be read"),
     }
     if Config::get().expert_stream.streams() {
         return refuse("locked pages stay in memory, and streaming is for models that do not fit");

@@ -31,7 +31,7 @@ use crate::ggml::{Buffer, BufferType, DEVICE_CPU, Device, Ggml, Tensor, USAGE_WE
 use crate::loader::caller::Caller;
 use crate::loader::loaded;
 use crate::loader::redirect::Redirection;
-use crate::process::maps;
+use crate::process::maps::{self, Maps};
 use crate::process::thread;
 use crate::program::loads;
 use crate::program::models::{Model, ModelTensor};
@@ -89,6 +89,8 @@ pub enum ExpertMemory {
     Locked,
     /// They are in buffers: the program read them, or a device has them.
     Copied,
+    /// `/proc/self/maps` cannot be read.
+    Unknown,
 }
 
 impl ExpertMemory {
@@ -102,6 +104,9 @@ impl ExpertMemory {
             ExpertMemory::Copied => Some(
                 "its experts are not in the mapping of the file, so nothing is left to stream: start the program with mmap, and keep experts on the CPU",
             ),
+            ExpertMemory::Unknown => Some(
+                "whether its experts are in the mapping of the file is not known without /proc/self/maps, so nothing of it is streamed: mount /proc",
+            ),
         }
     }
 }
@@ -113,6 +118,7 @@ pub fn expert_memory(model: &Model) -> Option<ExpertMemory> {
     let mut experts = tensors.filter(|tensor| tensor.has_experts).peekable();
     experts.peek()?;
     Some(match experts.find(|tensor| tensor.mapped) {
+        None if Maps::read().is_empty() => ExpertMemory::Unknown,
         None => ExpertMemory::Copied,
         Some(tensor) => match maps::is_locked(tensor.original.data as usize) {
             true => ExpertMemory::Locked,
