@@ -349,6 +349,23 @@ fn a_request_to_measure_that_cannot_be_read_leaves_the_program() {
 }
 
 #[test]
+fn a_worker_has_paths_of_its_own() {
+    let (folder, path) = folder(&model(1.0));
+    let pattern = folder.path().join("%p.socket").display().to_string();
+    let variables = [
+        ("LLAMA_SIDECAR_CONTROL", &pattern[..]),
+        ("HOST_WORKER", "1"),
+    ];
+    let mut host = Host::start(Program::Small(true), &path, &on(&variables));
+    assert_eq!(host.ask("decode"), result(1.0));
+    let children = format!("/proc/{0}/task/{0}/children", host.id());
+    let children = std::fs::read_to_string(children).expect("its worker");
+    let socket = folder.path().join(format!("{}.socket", children.trim()));
+    assert_eq!(control(&socket, "ping")["ok"], true);
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
 fn a_socket_of_another_process_is_left_alone() {
     let (folder, path) = folder(&model(1.0));
     // A listener that accepts nothing, and whose backlog is full.

@@ -15,11 +15,16 @@
 //                       prints "loaded"
 //   use NUMBER          evaluates the first or second of them from now on, and prints "used"
 //   free                frees everything, the graph first
+//
+// With HOST_WORKER in the environment, a forked child does this, as in servers whose workers load
+// the model.
 #define _DEFAULT_SOURCE
 #include <dirent.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "small_llama.h"
 
@@ -65,6 +70,12 @@ int main(int argc, char ** argv) {
     }
     setvbuf(stdout, NULL, _IOLBF, 0);
     ggml_backend_load_all_from_path(argv[1]);
+    const pid_t worker = getenv("HOST_WORKER") ? fork() : 0;
+    if (worker != 0) {
+        int status = 0;
+        waitpid(worker, &status, 0);
+        return WEXITSTATUS(status);
+    }
     small_load(argv[2], argc == 3);
     puts("ready");
     char line[4096];

@@ -148,7 +148,7 @@ fn start() {
     }
     signals::finish_on_signals(finish);
     if let Some(path) = &Config::get().control {
-        control::start(path, no_effect);
+        control::start(&path.now(), no_effect);
     }
 }
 

@@ -44,8 +44,8 @@ impl Capability for Logits {
 }
 
 fn open() -> Option<Mutex<Kept>> {
-    let path = Config::get().logits_hashes.as_ref()?;
-    let written = files::at_free_name(path, |path| {
+    let path = Config::get().logits_hashes.as_ref()?.now();
+    let written = files::at_free_name(&path, |path| {
         let file = files::create(path, TITLE.as_bytes(), Replace::Own)?;
         file.write_all(TITLE.as_bytes()).map(|()| file)
     });

@@ -117,7 +117,7 @@ impl Counts {
         let snapshot = self.counters.snapshot_with_locality();
         print_summary(config, &self.about, &snapshot);
         if let Some(path) = &config.trace_output {
-            let path = numbered(path, number());
+            let path = numbered(&path.now(), number());
             let write = |path: &Path| write(path, &self.about, &snapshot);
             match files::at_free_name(&path, write) {
                 Ok((path, ())) => print_exported(&path),

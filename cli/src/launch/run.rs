@@ -276,7 +276,7 @@ pub fn run(options: &RunOptions) -> Result<()> {
         bail!("{sentence}");
     }
     if let Some(socket) = &config.control {
-        control::check_unused(socket)?;
+        control::check_unused(&socket.now())?;
     }
     let journal = match proof::failure(&prepared.preload) {
         Some(failure) => {

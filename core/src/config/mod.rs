@@ -25,12 +25,11 @@ mod variables;
 
 pub use needs::CAPABILITIES;
 pub use settings::{
-    CacheSize, Config, ExpertStream, Misses, PostFetch, PostFetchMode, ProgramPostFetch,
+    CacheSize, Config, ExpertStream, Misses, OwnPath, PostFetch, PostFetchMode, ProgramPostFetch,
 };
 pub use variables::{DefaultValue, Kind, VARIABLES, Variable, margin, overrides, split, table};
 
 use std::ffi::OsString;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use log::LevelFilter;
@@ -115,7 +114,7 @@ impl Config {
             utf8(value).and_then(margin)
         });
         let trace_per_layer = values.switch("LLAMA_EXPERT_TRACE_PER_LAYER");
-        let control_file = values.path("LLAMA_HOTSWAP_CONTROL_FILE");
+        let control_file = values.own_path("LLAMA_HOTSWAP_CONTROL_FILE");
         let rounds = values.switch("LLAMA_SIDECAR_ROUNDS") || control_file.is_some();
         let own_hotswap = values.get("LLAMA_SIDECAR_HOTSWAP", |value| Ok(is_on(value)));
         let poll = values.interval("LLAMA_HOTSWAP_POLL_MS", Duration::from_millis);
@@ -134,8 +133,8 @@ impl Config {
             strict: values.switch("LLAMA_SIDECAR_STRICT"),
             rounds,
             control_file,
-            status_file: values.path("LLAMA_HOTSWAP_STATUS_FILE"),
-            control: values.path("LLAMA_SIDECAR_CONTROL"),
+            status_file: values.own_path("LLAMA_HOTSWAP_STATUS_FILE"),
+            control: values.own_path("LLAMA_SIDECAR_CONTROL"),
             trace_summary: values.switch("LLAMA_EXPERT_TRACE_STATS")
                 || trace_per_layer && values.set("LLAMA_EXPERT_TRACE_STATS").is_none(),
             trace_names: values.switch("LLAMA_EXPERT_TRACE_NAMES"),
@@ -144,11 +143,11 @@ impl Config {
                 .number("LLAMA_EXPERT_TRACE_TOP")
                 .filter(|&most| most > 0)
                 .map(|most| most as usize),
-            trace_output: values.path("LLAMA_EXPERT_TRACE_OUTPUT"),
+            trace_output: values.own_path("LLAMA_EXPERT_TRACE_OUTPUT"),
             trace_every: values.interval("LLAMA_EXPERT_TRACE_EVERY_S", Duration::from_secs),
-            trace_routes: values.path("LLAMA_EXPERT_TRACE_ROUTES"),
+            trace_routes: values.own_path("LLAMA_EXPERT_TRACE_ROUTES"),
             trace_weights: values.switch("LLAMA_EXPERT_TRACE_WEIGHTS"),
-            trace_saliency: values.path("LLAMA_EXPERT_TRACE_SALIENCY"),
+            trace_saliency: values.own_path("LLAMA_EXPERT_TRACE_SALIENCY"),
             expert_masks: values.switch("LLAMA_EXPERT_MASKS"),
             expert_stream: values.expert_stream(
                 expert_stream_predict
@@ -165,7 +164,7 @@ impl Config {
             override_tensor: values.text("LLAMA_SIDECAR_OVERRIDE_TENSOR"),
             staging_bytes: values.mib("LLAMA_SIDECAR_STAGING_MB").unwrap_or(0),
             memory_bytes: values.mib("LLAMA_SIDECAR_MEMORY_MB"),
-            logits_hashes: values.path("LLAMA_SIDECAR_LOGITS_HASHES"),
+            logits_hashes: values.own_path("LLAMA_SIDECAR_LOGITS_HASHES"),
             measure: values.path("LLAMA_SIDECAR_MEASURE"),
             journal: values.get("LLAMA_SIDECAR_JOURNAL", |value| Ok(value.into())),
             log: values
@@ -190,10 +189,10 @@ impl Config {
             ("LLAMA_SIDECAR_CONTROL", &self.control),
             ("LLAMA_HOTSWAP_STATUS_FILE", &self.status_file),
         ];
-        let sentence = |(name, path): (&str, &Option<PathBuf>)| {
-            let path = path.as_deref()?;
-            let why = files::check(path, b"", Replace::Own).err()?;
-            let (title, path) = (Variable::title_of(name), text::path(path));
+        let sentence = |(name, path): (&str, &Option<OwnPath>)| {
+            let path = path.as_ref()?.now();
+            let why = files::check(&path, b"", Replace::Own).err()?;
+            let (title, path) = (Variable::title_of(name), text::path(&path));
             Some(format!("{title}: cannot write {path}: {why}"))
         };
         outputs.into_iter().filter_map(sentence).collect()

@@ -1,10 +1,30 @@
 //! The settings of a process.
 
-use std::ffi::CString;
+use std::ffi::{CString, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 use std::time::Duration;
 
 use log::LevelFilter;
+
+/// A path of each process: `%p` stands for its number.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OwnPath(pub OsString);
+
+impl OwnPath {
+    /// Returns the path of this process. Not once for all: the program may have forked since the settings were read.
+    pub fn now(&self) -> PathBuf {
+        let mut out = Vec::new();
+        let mut rest = self.0.as_bytes();
+        while let Some(at) = rest.windows(2).position(|pair| pair == b"%p") {
+            out.extend(&rest[..at]);
+            out.extend(std::process::id().to_string().as_bytes());
+            rest = &rest[at + 2..];
+        }
+        out.extend(rest);
+        PathBuf::from(OsString::from_vec(out))
+    }
+}
 
 /// The `LLAMA_POSTFETCH_*` settings.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -146,11 +166,11 @@ pub struct Config {
     /// `LLAMA_SIDECAR_ROUNDS`; on also with [`Config::control_file`].
     pub rounds: bool,
     /// `LLAMA_HOTSWAP_CONTROL_FILE`.
-    pub control_file: Option<PathBuf>,
+    pub control_file: Option<OwnPath>,
     /// `LLAMA_HOTSWAP_STATUS_FILE`.
-    pub status_file: Option<PathBuf>,
+    pub status_file: Option<OwnPath>,
     /// `LLAMA_SIDECAR_CONTROL`.
-    pub control: Option<PathBuf>,
+    pub control: Option<OwnPath>,
     /// `LLAMA_EXPERT_TRACE_STATS`; on also with [`Config::trace_per_layer`].
     pub trace_summary: bool,
     /// `LLAMA_EXPERT_TRACE_NAMES`.
@@ -160,15 +180,15 @@ pub struct Config {
     /// `LLAMA_EXPERT_TRACE_TOP`; `None` for all.
     pub trace_top: Option<usize>,
     /// `LLAMA_EXPERT_TRACE_OUTPUT`.
-    pub trace_output: Option<PathBuf>,
+    pub trace_output: Option<OwnPath>,
     /// `LLAMA_EXPERT_TRACE_EVERY_S`; `None` when the trace is written only at exit.
     pub trace_every: Option<Duration>,
     /// `LLAMA_EXPERT_TRACE_ROUTES`.
-    pub trace_routes: Option<PathBuf>,
+    pub trace_routes: Option<OwnPath>,
     /// `LLAMA_EXPERT_TRACE_WEIGHTS`.
     pub trace_weights: bool,
     /// `LLAMA_EXPERT_TRACE_SALIENCY`.
-    pub trace_saliency: Option<PathBuf>,
+    pub trace_saliency: Option<OwnPath>,
     /// `LLAMA_EXPERT_MASKS`.
     pub expert_masks: bool,
     /// `LLAMA_EXPERT_STREAM`.
@@ -198,7 +218,7 @@ pub struct Config {
     /// `LLAMA_SIDECAR_MEMORY_MB`, in bytes; `None` for the free memory.
     pub memory_bytes: Option<u64>,
     /// `LLAMA_SIDECAR_LOGITS_HASHES`.
-    pub logits_hashes: Option<PathBuf>,
+    pub logits_hashes: Option<OwnPath>,
     /// `LLAMA_SIDECAR_MEASURE`.
     pub measure: Option<PathBuf>,
     /// `LLAMA_SIDECAR_JOURNAL`.

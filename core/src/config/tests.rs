@@ -155,7 +155,7 @@ fn drop_in_variables() {
         (config.check_blocks, config.memory_bytes),
         (false, Some(3 << 20))
     );
-    assert_eq!(config.control, Some("/tmp/socket".into()));
+    assert_eq!(config.control, Some(OwnPath("/tmp/socket".into())));
     let config = parse(&[("LLAMA_HOTSWAP_KV", "clear")]);
     assert!(config.rejected[0].contains("cache_prompt=false"));
 }
@@ -171,13 +171,16 @@ fn with_rounds_files_are_checked_only_on_request() {
         assert_eq!((config.rounds, config.poll), (true, None));
     }
     let status = parse(&[("LLAMA_HOTSWAP_STATUS_FILE", "status")]);
-    assert_eq!(status.status_file, Some("status".into()));
+    assert_eq!(status.status_file, Some(OwnPath("status".into())));
     assert!(!status.rounds);
 }
 
 #[test]
 fn paths_take_the_process_id() {
-    let control = |path: &str| parse(&[("LLAMA_SIDECAR_CONTROL", path)]).control;
+    let control = |path: &str| {
+        let parsed = parse(&[("LLAMA_SIDECAR_CONTROL", path)]);
+        parsed.control.map(|path| path.now())
+    };
     let id = std::process::id();
     assert_eq!(
         control("/run/%p-%p.sock"),

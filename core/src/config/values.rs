@@ -1,11 +1,11 @@
 //! The values of an environment.
 
 use std::ffi::{CString, OsStr, OsString};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::settings::{CacheSize, ExpertStream, Misses, PostFetchMode};
+use super::settings::{CacheSize, ExpertStream, Misses, OwnPath, PostFetchMode};
 use super::variables::{self, DefaultValue, Variable, is_on};
 
 /// The values of an environment, in the grammar of [`VARIABLES`].
@@ -65,7 +65,11 @@ impl<F: Fn(&str) -> Option<OsString>> Values<F> {
     }
 
     pub fn path(&mut self, name: &str) -> Option<PathBuf> {
-        self.get(name, |value| Ok(with_process_id(value)))
+        self.get(name, |value| Ok(value.into()))
+    }
+
+    pub fn own_path(&mut self, name: &str) -> Option<OwnPath> {
+        self.get(name, |value| Ok(OwnPath(value.into())))
     }
 
     /// Returns `Auto` where the variable is not set and `implied` by another one.
@@ -139,17 +143,4 @@ impl<F: Fn(&str) -> Option<OsString>> Values<F> {
             CString::new(value.as_bytes()).map_err(|error| error.to_string())
         })
     }
-}
-
-/// Returns a path with the process id in place of each `%p`.
-fn with_process_id(value: &OsStr) -> PathBuf {
-    let mut out = Vec::new();
-    let mut rest = value.as_bytes();
-    while let Some(at) = rest.windows(2).position(|pair| pair == b"%p") {
-        out.extend(&rest[..at]);
-        out.extend(std::process::id().to_string().as_bytes());
-        rest = &rest[at + 2..];
-    }
-    out.extend(rest);
-    PathBuf::from(OsString::from_vec(out))
 }

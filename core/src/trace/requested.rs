@@ -32,7 +32,7 @@ pub fn enabled(config: &Config) -> String {
     ];
     for (name, path) in files {
         if let Some(path) = path {
-            let _ = writeln!(text, "[EXPERT-TRACE]   {name}: {}", text::path(path));
+            let _ = writeln!(text, "[EXPERT-TRACE]   {name}: {}", text::path(&path.now()));
         }
     }
     text

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use sidecar_core::config::Config;
+use sidecar_core::config::{Config, OwnPath};
 use sidecar_core::files::{self, Replace};
 use sidecar_core::logger::REQUESTED;
 use sidecar_core::protocol::NoEffect;
@@ -56,14 +56,14 @@ impl Capability for RoundFiles {
 
     fn start(&self) {
         let config = Config::get();
-        let Some(control) = config.control_file.as_deref().and_then(absolute) else {
+        let Some(control) = config.control_file.as_ref().and_then(absolute) else {
             return;
         };
         if !perplexity::drive() {
             return;
         }
         let mut status = STATUS.lock();
-        status.path = config.status_file.as_deref().and_then(absolute);
+        status.path = config.status_file.as_ref().and_then(absolute);
         status.set("computing");
         drop(status);
         thread::spawn("llama-sidecar-f", move || serve(&control));
@@ -88,15 +88,15 @@ impl Capability for RoundFiles {
         EFFECT.missing(|| {
             format!(
                 "no command was read from {}: write a command, a number and a newline to another file, such as 'compute 1', and rename it to that path",
-                text::path(path)
+                text::path(&path.now())
             )
         })
     }
 }
 
 /// Returns a path that stays the same when the program changes its folder.
-fn absolute(path: &Path) -> Option<PathBuf> {
-    std::path::absolute(path).ok()
+fn absolute(path: &OwnPath) -> Option<PathBuf> {
+    std::path::absolute(path.now()).ok()
 }
 
 /// What the status file is to contain.

@@ -25,7 +25,7 @@ use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 use serde_json::Value;
-use sidecar_core::config::Config;
+use sidecar_core::config::{Config, OwnPath};
 use sidecar_core::experts::{ExpertIndex, ExpertName};
 use sidecar_core::files;
 use sidecar_core::gguf::FileId;
@@ -533,7 +533,7 @@ impl ModelTrace {
         }
         let about = ModelMeta::of(files());
         let config = Config::get();
-        let path = |path: &Option<PathBuf>| Some(numbered(path.as_deref()?, traces.len()));
+        let path = |path: &Option<OwnPath>| Some(numbered(&path.as_ref()?.now(), traces.len()));
         let saliency =
             path(&config.trace_saliency).map(|path| ModelSaliency::new(path, &about, &layout));
         let trace = Arc::new(ModelTrace {
@@ -803,6 +803,7 @@ fn write_outputs(traces: &[Arc<ModelTrace>], at_end: bool) -> Vec<PathBuf> {
     let Some(output) = &Config::get().trace_output else {
         return Vec::new();
     };
+    let output = output.now();
     // The process may end while the other thread writes.
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _turn = ONE_AT_A_TIME.try_lock_for(LONGEST_WRITE);
@@ -811,7 +812,7 @@ fn write_outputs(traces: &[Arc<ModelTrace>], at_end: bool) -> Vec<PathBuf> {
         if !trace.is_changed.swap(false, Ordering::Relaxed) && !at_end {
             continue;
         }
-        let mut path = numbered(output, number);
+        let mut path = numbered(&output, number);
         let counts = trace.counters.snapshot_with_locality();
         let about = trace.about();
         let written = files::at_free_name(&path, |path| write(path, &about, &counts));
