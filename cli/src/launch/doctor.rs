@@ -105,8 +105,15 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
         Some(functions) => hooks::describe_linked(functions),
         None => hooks::describe(&preload, &mapped),
     };
-    for found in hooks {
-        line("hooks", &found);
+    for found in &hooks {
+        line("hooks", found);
+    }
+    let is_called = |event: &Event| matches!(event, Event::Ggml { .. } | Event::Opened { .. });
+    if !hooks.is_empty() && !events.iter().any(is_called) {
+        line(
+            "hooks",
+            "none was called: the program used no ggml until then, or opens it with RTLD_DEEPBIND",
+        );
     }
     findings(&events, hooks::scheduler_obstacle(&preload, &mapped));
     if options.expert_cache {

@@ -162,7 +162,7 @@ pub fn describe(preload: &Path, files: &BTreeSet<PathBuf>) -> Vec<String> {
     if !nowhere.is_empty() {
         let what = match reached.is_empty() {
             true => "in no library",
-            false => "this ggml does not have, and does not need",
+            false => "this ggml does not have",
         };
         lines.push(format!("{what}: {}", nowhere.join(", ")));
     }
