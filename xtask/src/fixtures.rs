@@ -108,9 +108,9 @@ pub fn python() -> Result<PathBuf> {
 /// ik_llama.cpp with its Python bindings, prebuilt. Their own dependencies are not used here.
 pub const IK_LLAMA: &str = "ik-llama-cpp-python==0.1.5";
 /// llama.cpp in one object, prebuilt.
-const XLLAMACPP: &str = "xllamacpp==2026.10.11549";
+pub const XLLAMACPP: &str = "xllamacpp==2026.10.11549";
 /// The same for Node, optimised at link time.
-const LLAMA_NODE: &str = "@fugood/node-llama-linux-x64@1.7.15";
+pub const LLAMA_NODE: &str = "@fugood/node-llama-linux-x64@1.7.15";
 /// llama-cpp-python, for libraries that are built already.
 const LLAMA_CPP_PYTHON: &str = "llama-cpp-python==0.3.36";
 

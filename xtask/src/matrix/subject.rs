@@ -126,6 +126,20 @@ pub fn all() -> Vec<Subject> {
             &fixtures::IK_LLAMA.replace("==", " "),
             host::Program::IkLlama(&[]),
         ),
+        Subject::new(
+            "xllamacpp",
+            "xllamacpp",
+            &fixtures::XLLAMACPP.replace("==", " "),
+            host::Program::Xllamacpp,
+        ),
+        Subject::new(
+            "llama-node",
+            "llama.node",
+            &fixtures::LLAMA_NODE
+                .replace("@fugood/", "")
+                .replace('@', " "),
+            host::Program::LlamaNode,
+        ),
     ];
     type Make = fn(Build) -> Kind;
     let programs: [(&str, &str, Make); 4] = [
