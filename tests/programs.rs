@@ -22,12 +22,10 @@ fn alone(program: Program, model: &str) -> String {
     answer
 }
 
-/// Swaps tensors, frees the model, also while it is swapped, and loads it again, so often.
-fn released_and_loaded_again(
-    program: Program,
-    rounds: usize,
-    set: impl FnOnce(&mut std::process::Command),
-) {
+/// Swaps tensors, frees the model, also while it is swapped, and loads it again: four times, and a
+/// hundred in the long form of the tests.
+fn released_and_loaded_again(program: Program, set: impl FnOnce(&mut std::process::Command)) {
+    let rounds = if testkit::long_tests() { 100 } else { 4 };
     let before = alone(program, "smollm2.gguf");
     let after = alone(program, "smollm2-mixed.gguf");
     assert_ne!(before, after);
@@ -65,13 +63,13 @@ fn released_and_loaded_again(
 
 #[test]
 fn the_end_of_a_model_is_seen_where_the_compiler_bound_the_calls_that_free_it() {
-    released_and_loaded_again(Program::LlamaNode, 4, |_| {});
+    released_and_loaded_again(Program::LlamaNode, |_| {});
 }
 
 #[test]
 fn the_end_of_a_model_is_seen_without_calls_that_free_buffers() {
     let folder = bound("ggml_backend_buffer_free");
-    released_and_loaded_again(Program::Xllamacpp, 2, |command| {
+    released_and_loaded_again(Program::Xllamacpp, |command| {
         command
             .env("PYTHONPATH", folder.path())
             .env("LD_BIND_NOW", "1");

@@ -359,7 +359,7 @@ pub fn long() -> Result<()> {
         .env(LONG.0, LONG.1)
         .env("LD_LIBRARY_PATH", cmake::sim_cuda()?))?;
     hosts()?;
-    run(cargo_test(&["dropin_fresh_start"], 1).env(LONG.0, LONG.1))?;
+    run(cargo_test(&["dropin_fresh_start", "programs"], 1).env(LONG.0, LONG.1))?;
     run(serial_tests("dropin", &["many_swaps"]).env("SWAPS", "400"))?;
     sanitize::fuzz(FUZZ_MINUTES)
 }
