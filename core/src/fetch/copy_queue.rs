@@ -36,10 +36,9 @@
 //! assert_eq!(*numbers.0.lock(), 0);
 //! ```
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use crate::sync::{AtomicU64, Condvar, Instant, Mutex, MutexGuard, Ordering, spin_loop};
 
 /// What the thread does next.
 #[derive(Debug)]
@@ -77,7 +76,7 @@ impl Work {
         let seen = self.wakes.load(Ordering::Acquire);
         MutexGuard::unlocked(table, || {
             while self.wakes.load(Ordering::Acquire) == seen && Instant::now() < until {
-                std::hint::spin_loop();
+                spin_loop();
             }
         });
     }

@@ -7,3 +7,5 @@ pub mod sync;
 pub mod arrivals;
 #[path = "../../../preload/src/program/barrier.rs"]
 pub mod barrier;
+#[path = "../../../core/src/fetch/copy_queue.rs"]
+pub mod copy_queue;

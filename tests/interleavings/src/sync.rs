@@ -10,10 +10,11 @@
 
 use std::cell::{Cell, UnsafeCell};
 use std::mem::MaybeUninit;
-use std::ops::{Deref, DerefMut, Sub};
+use std::ops::{Add, Deref, DerefMut, Sub};
 use std::sync::atomic::AtomicU64 as Count;
 use std::time::Duration;
 
+pub use loom::hint::spin_loop;
 pub use loom::sync::atomic::Ordering;
 use loom::sync::atomic::{self, fence};
 
@@ -170,6 +171,12 @@ atomic!(AtomicPtr<T>, *mut T);
 
 macro_rules! add {
     ($name:ident, $value:ty) => {
+        impl Default for $name {
+            fn default() -> Self {
+                $name::new(0)
+            }
+        }
+
         #[allow(missing_docs, reason = "as in the standard library")]
         impl $name {
             pub fn fetch_add(&self, value: $value, order: Ordering) -> $value {
@@ -198,6 +205,14 @@ impl Instant {
 
     pub fn elapsed(&self) -> Duration {
         Instant::now() - *self
+    }
+}
+
+impl Add<Duration> for Instant {
+    type Output = Instant;
+
+    fn add(self, time: Duration) -> Instant {
+        Instant(self.0 + time)
     }
 }
 
