@@ -4,6 +4,8 @@
 
 #[path = "../fuzz/fuzz_targets/gguf.rs"]
 mod gguf;
+#[path = "../fuzz/fuzz_targets/imatrix.rs"]
+mod imatrix;
 #[path = "../fuzz/fuzz_targets/messages.rs"]
 mod messages;
 #[path = "../fuzz/fuzz_targets/routes.rs"]
@@ -46,7 +48,8 @@ fn parser_and_model_stand_damaged_seeds() {
 }
 
 #[test]
-fn readers_stand_damaged_traces_routes_and_messages() {
+fn readers_stand_damaged_traces_routes_messages_and_matrices() {
+    stands("imatrix", imatrix::check);
     stands("trace", trace::check);
     stands("routes", routes::check);
     stands("messages", messages::check);

@@ -1,6 +1,6 @@
 //! Files that fuzzing starts from.
 
-use crate::writer::{F32, Gguf, Q4_0, vocabulary};
+use crate::writer::{F32, Gguf, Kv, Q4_0, vocabulary};
 
 /// Two small models, by name: one without and one with a vocabulary.
 pub fn gguf() -> [(&'static str, Vec<u8>); 2] {
@@ -24,6 +24,7 @@ pub fn of(target: &str) -> Vec<(String, Vec<u8>)> {
     match target {
         "gguf" => gguf().map(|(name, bytes)| (name.into(), bytes)).into(),
         "http" => texts(&HTTP),
+        "imatrix" => imatrix().map(|(name, bytes)| (name.into(), bytes)).into(),
         "messages" => texts(&MESSAGES),
         "routes" => [0, 1]
             .map(|flags| (format!("routes-{flags}"), routes(flags)))
@@ -57,6 +58,24 @@ const MESSAGES: [&str; 11] = [
     r#"{"pid":1,"event":"loaded","program":"/p"}"#,
     r#"{"pid":1,"event":"trace","path":"/t.json","error":null}"#,
 ];
+
+/// An importance matrix of a tensor with two experts, in GGUF and in the older format.
+fn imatrix() -> [(&'static str, Vec<u8>); 2] {
+    let gguf = Gguf::default()
+        .tensor("blk.0.ffn_up_exps.weight.in_sum2", &[4, 2], F32, 1)
+        .tensor("blk.0.ffn_up_exps.weight.counts", &[1, 2], F32, 2)
+        .kv("imatrix.datasets", Kv::Texts(vec!["a.txt".into()]))
+        .kv("imatrix.chunk_count", Kv::U32(2))
+        .kv("imatrix.chunk_size", Kv::U32(512));
+    let mut older = Vec::new();
+    older.extend([1i32, 3].map(i32::to_le_bytes).concat());
+    older.extend(b"abc");
+    older.extend([2i32, 2].map(i32::to_le_bytes).concat());
+    older.extend([4.0f32, 6.0].map(f32::to_le_bytes).concat());
+    older.extend([7i32, 2].map(i32::to_le_bytes).concat());
+    older.extend(b"xy");
+    [("gguf", gguf.bytes()), ("older", older)]
+}
 
 /// Routes of two layers in the compact format: rows, a mark and dropped tokens.
 fn routes(flags: u32) -> Vec<u8> {

@@ -37,7 +37,7 @@ pub fn valgrind() -> Result<()> {
 }
 
 /// The fuzz targets.
-const TARGETS: [&str; 5] = ["gguf", "http", "messages", "routes", "trace"];
+const TARGETS: [&str; 6] = ["gguf", "http", "imatrix", "messages", "routes", "trace"];
 
 /// Fuzzes each target for some minutes. Findings stay in `fuzz/artifacts`.
 ///

@@ -11,6 +11,9 @@ use sidecar_core::gguf::{Access, GgufFile, TensorInfo, Value};
 use sidecar_core::reload::{Hash, hash_bytes};
 use sidecar_core::text;
 
+/// The most bytes of a tensor with values: those of a matrix with 1024 experts and rows of 65,536 elements.
+const LARGEST: u64 = 1024 * 65_536 * 4;
+
 /// The values of one file.
 pub struct Matrix {
     pub path: PathBuf,
@@ -126,6 +129,11 @@ fn floats(file: &GgufFile, info: &TensorInfo) -> Result<Vec<f32>> {
         info.ty.name() == "f32",
         "'{name}' has type {}, expected f32",
         info.ty.name()
+    );
+    ensure!(
+        info.nbytes <= LARGEST,
+        "'{name}' has {} bytes, expected at most {LARGEST}",
+        info.nbytes
     );
     let mut bytes = vec![0; usize::try_from(info.nbytes)?];
     file.source.read_at(&mut bytes, info.offset)?;
