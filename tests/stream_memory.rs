@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use sidecar_core::experts::{ExpertIndex, Projection};
 use sidecar_core::gguf::{Access, GgufFile};
@@ -67,8 +68,16 @@ impl Fixture {
         }
     }
 
-    /// Makes a reader that keeps so many matrices in memory.
+    /// Makes a reader that keeps so many matrices in memory, of a file that is not in the page cache.
     fn reader(&self, matrices: u64) -> Reader {
+        let reader = self.reader_with(Some(matrices * SPAN));
+        // What the page cache has is not read from the disk, and not counted as read.
+        drop_cache(self.gguf.source.handle().get().unwrap()).unwrap();
+        reader
+    }
+
+    /// Makes a reader that keeps at most so many bytes in memory.
+    fn reader_with(&self, most: Option<u64>) -> Reader {
         let tensors = self.gguf.header.tensors.iter().enumerate();
         let address = |offset: u64| self.map.as_ptr() as usize + offset as usize;
         let mapped = Mapped {
@@ -76,13 +85,10 @@ impl Fixture {
                 .map(|(at, info)| (at, address(info.offset)))
                 .collect(),
             others: 0,
-            most: Some(matrices * SPAN),
+            most,
         };
         // SAFETY: the tensors are mapped there, and the mapping outlives the readers of a test.
-        let reader = unsafe { Reader::in_memory(&[&self.gguf], SETTINGS, mapped) }.unwrap();
-        // What the page cache has is not read from the disk, and not counted as read.
-        drop_cache(self.gguf.source.handle().get().unwrap()).unwrap();
-        reader
+        unsafe { Reader::in_memory(&[&self.gguf], SETTINGS, mapped) }.unwrap()
     }
 
     /// Returns the mapped bytes of an expert.
@@ -350,6 +356,29 @@ fn nothing_is_mapped_after_the_end() {
     drop(reader);
     // What is here stays until the program unmaps the file.
     assert!(fixture.has_bytes_of_file());
+}
+
+#[test]
+fn what_is_in_the_page_cache_is_used_there_while_it_is() {
+    let fixture = Fixture::new();
+    let reader = fixture.reader_with(None);
+    assert_eq!(std::fs::read(&fixture.path).unwrap(), fixture.bytes);
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let evaluate_until = |holds: &dyn Fn() -> bool| {
+        while !holds() {
+            assert!(Instant::now() < deadline, "{:?}", reader.counts());
+            (0..LAYERS as usize).for_each(|layer| route(&reader, layer, &[2, 5]));
+        }
+    };
+    evaluate_until(&|| reader.counts().resting);
+    let counts = reader.counts();
+    assert_eq!((counts.held_bytes, counts.read_bytes), (0, 0));
+    assert_eq!(counts.resident_bytes, counts.checked_bytes);
+    assert_eq!(slots_mapped(&fixture), 0);
+    // The first page fault that waits for the disk is seen.
+    drop_cache(fixture.gguf.source.handle().get().unwrap()).unwrap();
+    assert!(fixture.has_bytes_of_file());
+    evaluate_until(&|| !reader.counts().resting);
 }
 
 #[test]

@@ -15,7 +15,7 @@ use super::arrivals::Reason;
 use super::pages::{self, Residency, WINDOW};
 use super::preference::Ranking;
 use super::requests::{ExpertSet, Requests, UNITS, Unit};
-use super::residents::{Mapped, Residents};
+use super::residents::{Brought, Mapped, Residents};
 use super::router::Routers;
 use crate::descriptors::{Kept, processors};
 use crate::experts::{ExpertIndex, ExpertSlice, ExpertTensor, MAX_EXPERTS, Projection};
@@ -355,6 +355,9 @@ impl Reader {
             })
             .ok()
         });
+        // Nothing is to be read as long as no page fault waits for the disk.
+        let are_cached = |of: &Residents| of.are_cached(|file| handles[file].1);
+        let rests = !settings.always && residents.as_ref().is_some_and(are_cached);
         let mut disks: Vec<u64> = Vec::new();
         let disk_of: Vec<usize> = files
             .iter()
@@ -404,7 +407,7 @@ impl Reader {
             current: AtomicUsize::new(0),
             chunk: AtomicU64::new(FIRST_CHUNK),
             resident_units: AtomicUsize::new(0),
-            resting: AtomicBool::new(false),
+            resting: AtomicBool::new(rests),
             passes: AtomicUsize::new(RESIDENT_PASSES),
             fruitless: AtomicUsize::new(0),
             stopped: AtomicBool::new(false),
@@ -532,8 +535,7 @@ impl Reader {
         for unit in units.clone() {
             let wanted = &shared.lane(unit).wanted;
             while let Some(expert) = wanted.pop(unit) {
-                shared.read(unit, expert, Reason::Routed);
-                has_read = true;
+                has_read |= !shared.read(unit, expert, Reason::Routed);
             }
         }
         if units.fold(has_read, |waited, unit| {
@@ -706,10 +708,6 @@ impl Shared {
             of_layer.store(matrices.0, Ordering::Relaxed);
             self.figures.layers.fetch_add(1, Ordering::Relaxed)
         };
-        let is_quiet = self.is_quiet();
-        if is_quiet && !number.is_multiple_of(SAMPLE_PERIOD) {
-            return;
-        }
         let now = self.began.elapsed().as_nanos() as u64;
         let pause = now.saturating_sub(self.figures.last.swap(now, Ordering::Relaxed));
         if pause < LONGEST_LAYER {
@@ -717,6 +715,10 @@ impl Shared {
         }
         if layer == 0 && !is_next_part {
             add(&self.figures.tokens, ids.tokens as u64);
+        }
+        let is_quiet = self.is_quiet();
+        if is_quiet && !number.is_multiple_of(SAMPLE_PERIOD) {
+            return;
         }
         let routed = routed(ids, experts);
         if let Some(guess) = self.guesses[layer].try_lock().and_then(|mut of| of.take()) {
@@ -739,7 +741,11 @@ impl Shared {
                 continue;
             }
             let absent = match &self.residents {
-                Some(residents) => self.absent(residents, unit, &routed),
+                Some(residents) => {
+                    // A read of one of them begins the count again.
+                    self.resident_units.fetch_add(1, Ordering::Relaxed);
+                    self.absent(residents, unit, &routed)
+                }
                 None => routed,
             };
             if absent.len() > 0 {
@@ -869,6 +875,10 @@ impl Shared {
         {
             looks.last = Some(Instant::now());
             residents.look_at_memory();
+            // Not when a layer is scheduled, which makes no system call.
+            if self.resident_units.load(Ordering::Relaxed) >= self.units_to_rest() {
+                self.rest();
+            }
         }
         if !self.is_quiet() {
             (looks.layers, looks.idle) = (0, 0);
@@ -1069,13 +1079,20 @@ impl Shared {
             return;
         }
         let units = self.resident_units.fetch_add(1, Ordering::Relaxed);
-        if units >= enough && !self.always && !self.resting.load(Ordering::Relaxed) {
-            let faults = pages::major_faults();
-            self.figures.faults_seen.store(faults, Ordering::Relaxed);
-            self.resting.store(true, Ordering::SeqCst);
+        if units >= enough && self.rest() {
             // The first thread sleeps for so long as to look.
             self.lanes[0].wake(1, usize::MAX);
         }
+    }
+
+    /// Rests, unless it does already or never shall; returns whether it began to.
+    fn rest(&self) -> bool {
+        if self.always || self.resting.load(Ordering::Relaxed) {
+            return false;
+        }
+        let faults = pages::major_faults();
+        self.figures.faults_seen.store(faults, Ordering::Relaxed);
+        !self.resting.swap(true, Ordering::SeqCst)
     }
 
     /// Reads a matrix of an expert ahead; returns whether all of it was in memory.
@@ -1085,15 +1102,27 @@ impl Shared {
         }
         if let Some(residents) = &self.residents {
             let residency = |file: usize| self.files[file].1;
-            if let Some(bytes) = residents.bring(unit, expert, reason, residency) {
-                let figure = match reason {
-                    Reason::Routed => &self.figures.read_pages,
-                    Reason::Guessed => &self.figures.guessed_pages,
-                };
-                add(figure, bytes.div_ceil(self.page));
-                return false;
+            let pages = |bytes: u64| bytes.div_ceil(self.page);
+            match residents.bring(unit, expert, reason, residency) {
+                Brought::Here(bytes) => {
+                    self.note_residency(false);
+                    let figure = match reason {
+                        Reason::Routed => &self.figures.read_pages,
+                        Reason::Guessed => &self.figures.guessed_pages,
+                    };
+                    add(figure, pages(bytes));
+                    return false;
+                }
+                Brought::Cached => {
+                    // It was counted as absent when it was scheduled.
+                    if reason == Reason::Routed {
+                        add(&self.figures.resident_pages, pages(self.unit_bytes[unit]));
+                    }
+                    return true;
+                }
+                Brought::Left => self.note_residency(false),
             }
-            // What does not fit goes through the page cache once its layer is routed.
+            // It goes through the page cache once its layer is routed.
             if reason == Reason::Guessed {
                 return false;
             }

@@ -11,6 +11,7 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -19,11 +20,11 @@ use parking_lot::Mutex;
 
 use super::arrivals::{Arrivals, Read, Reason, State};
 use super::memory::{self, Slots, Span};
-use super::pages::{Residency, page_size};
+use super::pages::{self, Residency, page_size};
 use super::program;
 use super::requests::{UNITS, Unit};
 use crate::descriptors::{Kept, read_to_string};
-use crate::experts::{ExpertIndex, ExpertSlice, Projection};
+use crate::experts::{ExpertIndex, ExpertSlice, ExpertTensor, Projection};
 use crate::memory::{free_memory, usable};
 
 /// What a use counts one token later: half after 16 tokens. A constant, because the drop-in links no
@@ -80,6 +81,17 @@ struct Piece {
     last: AtomicU32,
     /// The slot of a matrix that is here.
     slot: AtomicUsize,
+}
+
+/// What became of a matrix that was to be brought into memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Brought {
+    /// It is here, or another thread reads it; so many bytes were read from the disk.
+    Here(u64),
+    /// All of it is in the page cache, and is used there.
+    Cached,
+    /// It could not be read, or there is no memory for it.
+    Left,
 }
 
 /// What is here.
@@ -289,26 +301,25 @@ impl Residents {
         waited
     }
 
-    /// Reads a matrix into memory, in place of its pages in the mapping. Returns the bytes that were read
-    /// from the disk, or `None` where it stays in the page cache.
+    /// Reads a matrix into memory, in place of its pages in the mapping.
     pub fn bring(
         &self,
         unit: Unit,
         expert: u32,
         reason: Reason,
         residency: impl Fn(usize) -> Residency,
-    ) -> Option<u64> {
+    ) -> Brought {
         let piece = self.piece_of(unit, expert);
         let state = &self.pieces[piece].state;
         let Some(reading) = self.arrivals.begin(piece, state, reason) else {
             // Another thread reads it, or a routed layer has requested it.
-            return Some(0);
+            return Brought::Here(0);
         };
         let read = self.read(piece, reading, residency);
         if self.unlooked.load(Ordering::Relaxed) >= LOOK_BYTES {
             self.look_at_memory();
         }
-        read
+        read.unwrap_or(Brought::Left)
     }
 
     /// Reads a matrix into a slot, and maps the slot.
@@ -317,19 +328,18 @@ impl Residents {
         piece: usize,
         reading: Read,
         residency: impl Fn(usize) -> Residency,
-    ) -> Option<u64> {
+    ) -> Option<Brought> {
         let slice = self.slice(piece)?;
         let span = self.mapped.span(&slice, self.page)?;
-        let (slot, generation) = self.take_slot(span.len, piece)?;
         let bytes = span.offset..span.offset + span.len as u64;
-        let pages = span.len as u64 / self.page;
-        let file = self.files[span.file].get();
-        let is_cached = |file| residency(span.file).cached(file, &bytes, self.page) == Some(pages);
-        let cached = file.as_ref().is_ok_and(|file| is_cached(file));
-        let from = if cached {
-            file
-        } else {
-            self.direct[span.file].get()
+        let cached = self.is_cached(span.file, bytes, residency(span.file));
+        if cached && self.uses_page_cache() {
+            return Some(Brought::Cached);
+        }
+        let (slot, generation) = self.take_slot(span.len, piece)?;
+        let from = match cached {
+            true => self.files[span.file].get(),
+            false => self.direct[span.file].get(),
         };
         // SAFETY: the slot was taken for this read, and is mapped nowhere else.
         let read =
@@ -347,7 +357,8 @@ impl Residents {
             PLACED.fetch_add(1, Ordering::Relaxed);
             self.pieces[piece].slot.store(slot, Ordering::Relaxed);
             reading.succeed();
-            return Some(if cached { 0 } else { slice.nbytes });
+            let bytes = if cached { 0 } else { slice.nbytes };
+            return Some(Brought::Here(bytes));
         }
         if placed.is_some() {
             // The kernel may have removed what was mapped there before it failed.
@@ -357,6 +368,28 @@ impl Residents {
         self.slots.release(slot, span.len);
         held.free.push(slot);
         None
+    }
+
+    /// Whether whole pages of a file are in the page cache.
+    fn is_cached(&self, file: usize, bytes: Range<u64>, residency: Residency) -> bool {
+        let pages = (bytes.end - bytes.start) / self.page;
+        let open = self.files[file].get();
+        open.is_ok_and(|open| residency.cached(open, &bytes, self.page) == Some(pages))
+    }
+
+    /// Whether what is in the page cache is used there: to copy it would take longer, and memory twice. Who states how
+    /// much is to be in memory of the process gets that.
+    fn uses_page_cache(&self) -> bool {
+        self.mapped.most.is_none()
+    }
+
+    /// Whether all experts are used in the page cache.
+    pub fn are_cached(&self, residency: impl Fn(usize) -> Residency) -> bool {
+        let is_cached = |of: &ExpertTensor| {
+            let bytes = pages::around(&(of.offset..of.offset + of.nbytes), self.page);
+            self.is_cached(of.file, bytes, residency(of.file))
+        };
+        self.uses_page_cache() && self.index.tensors().iter().all(is_cached)
     }
 
     /// Returns a slot of a size for a matrix, and the generation; others give theirs back. `None` where none can.
