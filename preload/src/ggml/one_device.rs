@@ -1,14 +1,14 @@
 //! Functions for devices in a ggml that has none (ik_llama.cpp).
 //!
 //! Such a ggml has backends and buffer types only. Here the backend of the CPU and buffer types
-//! of host memory belong to one device, the CPU. All others belong to one device of a type that
-//! no capability uses: what a GPU holds and computes is left alone there.
+//! of host memory belong to one device, the CPU. All others belong to one accelerator: hot-swap
+//! writes to the memory of a GPU through the functions of buffers, and no other capability uses it.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
 use super::types::{
-    Backend, BufferType, DEVICE_CPU, Device, Event, LAST_PLAIN_DEVICE, Registration, Tensor,
+    Backend, BufferType, DEVICE_ACCEL, DEVICE_CPU, Device, Event, Registration, Tensor,
 };
 
 /// Functions of ggml that tell the CPU from the rest. Each copy of ggml has them, and they work
@@ -74,14 +74,15 @@ pub unsafe extern "C-unwind" fn buft_get_device(buft: *mut BufferType) -> *mut D
 
 pub unsafe extern "C-unwind" fn dev_type(device: *mut Device) -> c_int {
     match is_other(device) {
-        true => LAST_PLAIN_DEVICE + 1,
+        true => DEVICE_ACCEL,
         false => DEVICE_CPU,
     }
 }
 
-/// The CPU of such a ggml supports all operations, or aborts.
-pub unsafe extern "C-unwind" fn dev_supports_op(device: *mut Device, _: *const Tensor) -> bool {
-    !is_other(device)
+/// Supports all operations: libllama chooses the buffer type of a weight by the layer alone, and the
+/// scheduler gives what another backend does not support to the CPU.
+pub unsafe extern "C-unwind" fn dev_supports_op(_: *mut Device, _: *const Tensor) -> bool {
+    true
 }
 
 /// Reports no figures.
@@ -127,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_the_cpu_is_one_device_of_no_plain_type() {
+    fn what_is_not_the_cpu_is_one_accelerator() {
         assert_eq!(
             prepare(&|_| std::ptr::null_mut()),
             Err("ggml_backend_is_cpu")
@@ -140,10 +141,10 @@ mod tests {
             let [host, other] = [1, 2].map(|address| buft_get_device(at(address).cast()));
             assert_eq!((cpu, gpu), (host, other));
             assert_eq!(
-                (dev_type(cpu), dev_supports_op(cpu, at(1).cast())),
-                (DEVICE_CPU, true)
+                [cpu, gpu].map(|of| dev_type(of)),
+                [DEVICE_CPU, DEVICE_ACCEL]
             );
-            assert!(dev_type(gpu) > LAST_PLAIN_DEVICE && !dev_supports_op(gpu, at(1).cast()));
+            assert!([cpu, gpu].map(|device| dev_supports_op(device, at(1).cast())) == [true; 2]);
             assert_eq!((is_other(cpu), is_other(gpu)), (false, true));
         }
     }

@@ -10,7 +10,7 @@ use std::ffi::CStr;
 use parking_lot::Mutex;
 
 use super::types::{Buffer, BufferType, Device};
-use super::{Ggml, split};
+use super::{Ggml, is_other, split};
 
 /// The name of ggml's RPC backend.
 const RPC: &CStr = c"RPC";
@@ -50,7 +50,11 @@ pub unsafe fn is_remote(ggml: &Ggml, buft: *mut BufferType) -> bool {
         let device = (ggml.f.ggml_backend_buft_get_device)(buft);
         let mut all = split::devices(device);
         all.push(device);
-        let is_rpc = |&device: &*mut Device| ggml.backend_name(device) == RPC;
+        let is_rpc = |&device: &*mut Device| match is_other(device) {
+            // It has no registration. The names of such buffer types begin with that of the backend.
+            true => ggml.buffer_type_name(buft).starts_with("RPC"),
+            false => ggml.backend_name(device) == RPC,
+        };
         !device.is_null() && all.iter().any(is_rpc)
     }
 }

@@ -79,7 +79,7 @@ pub const DEVICE_GPU: c_int = 1;
 pub const DEVICE_IGPU: c_int = 2;
 /// `GGML_BACKEND_DEVICE_TYPE_ACCEL`, after the CPU and two kinds of GPU. The type after it
 /// (`META`) is one device for several.
-pub const LAST_PLAIN_DEVICE: c_int = 3;
+pub const DEVICE_ACCEL: c_int = 3;
 /// `GGML_BACKEND_BUFFER_USAGE_WEIGHTS`.
 pub const USAGE_WEIGHTS: c_int = 1;
 /// `GGML_BACKEND_BUFFER_USAGE_COMPUTE`.

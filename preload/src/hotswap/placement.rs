@@ -11,7 +11,7 @@ use std::ffi::{CStr, c_int};
 
 use sidecar_core::gguf::TypeInfo;
 
-use crate::ggml::{BufferType, DEVICE_CPU, Descriptor, Device, Ggml, LAST_PLAIN_DEVICE, Tensor};
+use crate::ggml::{BufferType, DEVICE_ACCEL, DEVICE_CPU, Descriptor, Device, Ggml, Tensor};
 use crate::program::loads;
 use crate::program::models::{Instance, Model};
 use crate::streaming::load;
@@ -343,7 +343,7 @@ pub fn is_split_over_unknown(model: &Model, instance: &Instance) -> bool {
     // SAFETY: live buffer types and devices, which are static.
     let is_plain = unsafe {
         let device = (f.ggml_backend_buft_get_device)(buft);
-        device.is_null() || (f.ggml_backend_dev_type)(device) <= LAST_PLAIN_DEVICE
+        device.is_null() || (f.ggml_backend_dev_type)(device) <= DEVICE_ACCEL
     };
     !is_plain && !model.ggml.is_split(buft)
 }

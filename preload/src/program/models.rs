@@ -76,6 +76,8 @@ pub struct Model {
     pub own_hotswap: Option<OwnHotSwap>,
     /// Why capabilities are unsafe in this program.
     pub unreached: Unreached,
+    /// Why hot-swap cannot write to its devices, in a ggml without functions for devices.
+    out_of_reach: Option<&'static str>,
     /// Whether the end of each of its buffers is watched.
     is_watched: bool,
     /// Set once its memory is found to be another than that which was registered.
@@ -289,10 +291,7 @@ impl Model {
                 "the program computes with {name:?}, which no file has: it may be a copy of weights that a swap does not change; report it with the version of the program"
             ));
         }
-        let has_other = self.devices.iter().any(|device| ggml::is_other(device.0));
-        has_other.then(|| {
-            "the program's ggml has no functions for its devices: keep the model on the CPU".into()
-        })
+        self.out_of_reach.map(str::to_owned)
     }
 
     /// Returns why nothing may be written to it or read from it, if so: its tensors, their buffers and the mappings of its
@@ -722,6 +721,30 @@ fn copy_shared(ggml: &'static Ggml, tensors: &mut [ModelTensor], weights: &[Used
     }
 }
 
+/// Returns why hot-swap cannot write to some of these tensors, and the next step, if their ggml has no functions for devices.
+fn out_of_reach(
+    ggml: &Ggml,
+    tensors: &[ModelTensor],
+    devices: &[*mut Device],
+) -> Option<&'static str> {
+    if !devices.iter().any(|&device| ggml::is_other(device)) {
+        return None;
+    }
+    let instances = || tensors.iter().flat_map(|tensor| &tensor.instances);
+    // SAFETY: buffer types of this copy, which are static.
+    let is_remote = |of: &Instance| unsafe { ggml::is_remote(ggml, of.original_buffer_type.0) };
+    if instances().any(is_remote) {
+        return Some(
+            "the program's ggml has no functions for devices of other machines: keep the model on this machine",
+        );
+    }
+    // This field lists the parts of a matrix.
+    let is_split = |of: &Instance| !of.original.extra.is_null();
+    instances().any(is_split).then_some(
+        "the program splits matrices over several GPUs, and its ggml has no functions for the parts: start it with -sm layer",
+    )
+}
+
 fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<Model> {
     let ggml = load.ggml;
     let maps = Maps::read();
@@ -784,6 +807,7 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
         let mut instances = tensors.iter().flat_map(|tensor| &tensor.instances);
         instances.all(|instance| ggml.is_watched(&memory, instance.original.buffer))
     });
+    let out_of_reach = out_of_reach(ggml, &tensors, devices);
     // SAFETY: devices live as long as the process.
     let has_gpu = devices
         .iter()
@@ -802,6 +826,7 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
         unclear: load.unclear,
         own_hotswap,
         unreached: Unreached::of(load.caller, has_gpu, is_watched),
+        out_of_reach,
         is_watched,
         lost: OnceCell::new(),
         unknown: OnceCell::new(),
