@@ -1,5 +1,5 @@
 //! The drop-in in programs of ik_llama.cpp from source, whose loader gives tensors memory on several
-//! threads, and which have a hot-swap of their own.
+//! threads, and which have a hot-swap of their own; on the CPU and with Vulkan on a software device.
 
 mod hosts;
 
@@ -12,7 +12,7 @@ use hosts::{copied, other_bytes, taken};
 use serde_json::Value;
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, replace};
-use testkit::ik_llama_cpp::{ik_llama_cpp, server};
+use testkit::ik_llama_cpp::{ik_llama_cpp, server, server_vulkan};
 use testkit::mixtures::{Mixture, USED};
 use testkit::server::{Answer, Options, Request, Server};
 
@@ -21,6 +21,8 @@ const PATIENCE: Duration = Duration::from_secs(120);
 const SLOTS: usize = 3;
 const MAPPED: &[&str] = &["--no-warmup"];
 const READ: &[&str] = &["--no-warmup", "--no-mmap"];
+/// The option for layers on a GPU, for which a build with Vulkan is started.
+const LAYERS_ON_GPU: &str = "-ngl";
 /// The variable that turns on the program's own hot-swap, and the drop-in's.
 const BOTH: (&str, &str) = ("LLAMA_HOTSWAP_ENABLED", "1");
 const TEXT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/hosts/c/text.txt");
@@ -40,10 +42,11 @@ fn answers(server: &Server) -> Vec<Answer> {
 }
 
 fn start(model: &Path, arguments: &[&str], drop_in: DropIn) -> Server {
-    let options = Options {
-        drop_in,
-        ..server(SLOTS)
+    let options = match arguments.contains(&LAYERS_ON_GPU) {
+        true => server_vulkan(SLOTS),
+        false => server(SLOTS),
     };
+    let options = Options { drop_in, ..options };
     Server::start(model, &with_arguments(options, arguments))
 }
 
@@ -106,6 +109,18 @@ fn experts_are_swapped_with_and_without_fused_matrices() {
     let variants = variants.each_ref().map(|path| path.as_path());
     for arguments in [MAPPED, &["--no-warmup", "-no-fmoe"]] {
         swaps(&fixture("moe.gguf"), &variants, arguments);
+    }
+}
+
+#[test]
+fn layers_are_swapped_on_vulkan() {
+    for layers in ["99", "2"] {
+        let arguments = ["--no-warmup", LAYERS_ON_GPU, layers];
+        swaps(
+            &fixture("small.gguf"),
+            &[&fixture("small-mixed.gguf")],
+            &arguments,
+        );
     }
 }
 

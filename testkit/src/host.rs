@@ -224,12 +224,20 @@ impl Program {
 
 /// Lets a host find the Vulkan loader and device of the fixtures.
 fn on_software_device(command: &mut Command) {
+    command.envs(software_device());
+}
+
+/// Returns the variables with which a program finds the Vulkan loader and device of the fixtures.
+pub fn software_device() -> [(String, String); 4] {
     let vulkan = fixture("vulkan");
-    command
-        .env("VK_DRIVER_FILES", vulkan.join("driver.json"))
-        .env("LD_LIBRARY_PATH", vulkan.join("lib"))
-        .env("GGML_VK_VISIBLE_DEVICES", "0")
-        .env("MESA_SHADER_CACHE_DIR", vulkan.join("shaders"));
+    let path = |name: &str| vulkan.join(name).display().to_string();
+    [
+        ("VK_DRIVER_FILES", path("driver.json")),
+        ("LD_LIBRARY_PATH", path("lib")),
+        ("GGML_VK_VISIBLE_DEVICES", "0".to_owned()),
+        ("MESA_SHADER_CACHE_DIR", path("shaders")),
+    ]
+    .map(|(name, value)| (name.to_owned(), value))
 }
 
 /// A file of ik_llama.cpp with its Python bindings.

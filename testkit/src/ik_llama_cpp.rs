@@ -4,6 +4,7 @@ use std::net::TcpListener;
 use std::path::PathBuf;
 
 use crate::fixtures::cache;
+use crate::host::software_device;
 use crate::server::Options;
 
 /// The commit that is built, of `ikawrakow/ik_llama.cpp` on GitHub.
@@ -16,7 +17,16 @@ pub fn short_commit() -> &'static str {
 
 /// Where `cargo xtask hosts ik-llama-server` puts a program of ik_llama.cpp.
 pub fn ik_llama_cpp(program: &str) -> PathBuf {
-    let folder = format!("ik-llama-cpp-{}", short_commit());
+    of_build("", program)
+}
+
+/// Where `cargo xtask hosts ik-llama-server-vulkan` puts a program that computes on a GPU, too.
+pub fn ik_llama_cpp_vulkan(program: &str) -> PathBuf {
+    of_build("-vulkan", program)
+}
+
+fn of_build(kind: &str, program: &str) -> PathBuf {
+    let folder = format!("ik-llama-cpp-{}{kind}", short_commit());
     cache().join(folder).join("bin").join(program)
 }
 
@@ -28,5 +38,14 @@ pub fn server(slots: usize) -> Options {
         build: ik_llama_cpp,
         port: Some(free.expect("a free port").port()),
         ..Options::new(slots)
+    }
+}
+
+/// The same with the Vulkan device of the fixtures.
+pub fn server_vulkan(slots: usize) -> Options {
+    Options {
+        build: ik_llama_cpp_vulkan,
+        variables: software_device().to_vec(),
+        ..server(slots)
     }
 }

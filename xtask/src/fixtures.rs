@@ -201,6 +201,8 @@ fn install_node(target: &Path, packages: &[&str]) -> Result<()> {
 
 /// Debian packages with a Vulkan device in software.
 const VULKAN_PACKAGES: [&str; 2] = ["libvulkan1", "mesa-vulkan-drivers"];
+/// Debian packages with the headers of Vulkan and a compiler of shaders.
+const VULKAN_HEADERS: [&str; 4] = ["glslc", "libshaderc1", "libvulkan-dev", "libvulkan1"];
 /// Debian packages with a browser, and what drives it.
 const BROWSER_PACKAGES: [&str; 2] = ["chromium", "chromium-driver"];
 /// Where Debian's packages have their libraries.
@@ -222,6 +224,15 @@ pub fn vulkan() -> Result<PathBuf> {
     std::fs::write(folder.join("driver.json"), described.to_string())?;
     symlink(DEBIAN_LIBRARIES, folder.join("lib"))?;
     std::fs::rename(&folder, &target)?;
+    Ok(target)
+}
+
+/// Makes a folder with what is needed to build a program with Vulkan, without installing anything.
+pub fn vulkan_headers() -> Result<PathBuf> {
+    let target = cache().join("vulkan-headers");
+    if !target.exists() {
+        std::fs::rename(unpacked("vulkan-headers", &VULKAN_HEADERS)?, &target)?;
+    }
     Ok(target)
 }
 

@@ -8,15 +8,17 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
-use testkit::ik_llama_cpp::{COMMIT, ik_llama_cpp, short_commit};
+use testkit::ik_llama_cpp::{COMMIT, ik_llama_cpp, ik_llama_cpp_vulkan, short_commit};
 
 use crate::cmake::tools;
-use crate::fixtures::scratch;
+use crate::fixtures::{DEBIAN_LIBRARIES, scratch, vulkan_headers};
 use crate::llama_cpp::{keep_build, run_with_progress};
 use crate::run::{command, run};
 
 /// What is built.
 const PROGRAMS: [&str; 3] = ["llama-server", "llama-perplexity", "llama-cli"];
+/// What is built with Vulkan.
+const ON_VULKAN: [&str; 1] = ["llama-server"];
 /// The work tree of the commit, or a clone that has it.
 const SOURCE: &str = "SIDECAR_IK_LLAMA_SOURCE";
 /// What a work tree has.
@@ -43,19 +45,58 @@ const FLAGS: [&str; 14] = [
 
 /// Why a program is missing, if so.
 pub fn missing() -> Option<String> {
-    let mut paths = PROGRAMS.iter().map(|program| ik_llama_cpp(program));
-    let path = paths.find(|path| !path.exists())?;
+    first_missing(&PROGRAMS.map(ik_llama_cpp), "ik-llama-server")
+}
+
+/// Why a program with Vulkan is missing, if so.
+pub fn missing_vulkan() -> Option<String> {
+    first_missing(
+        &ON_VULKAN.map(ik_llama_cpp_vulkan),
+        "ik-llama-server-vulkan",
+    )
+}
+
+fn first_missing(paths: &[PathBuf], host: &str) -> Option<String> {
+    let path = paths.iter().find(|path| !path.exists())?;
     Some(format!(
-        "{} is not built: run 'cargo xtask hosts ik-llama-server'",
+        "{} is not built: run 'cargo xtask hosts {host}'",
         path.display()
     ))
 }
 
 /// Builds what is missing.
 pub fn make() -> Result<()> {
-    if missing().is_none() {
+    match missing() {
+        None => Ok(()),
+        Some(_) => with_source(|source, at| {
+            build(source, at, &PROGRAMS, &[], Path::new(""))?;
+            keep_build(source, at, &PROGRAMS, &ik_llama_cpp(""))
+        }),
+    }
+}
+
+/// Builds what is missing with Vulkan. Its shaders take longest.
+pub fn make_vulkan() -> Result<()> {
+    if missing_vulkan().is_none() {
         return Ok(());
     }
+    let vulkan = vulkan_headers()?.join("usr");
+    let libraries = vulkan.join("..").join(DEBIAN_LIBRARIES);
+    let flags = [
+        ("GGML_VULKAN", "ON".into()),
+        ("Vulkan_INCLUDE_DIR", vulkan.join("include")),
+        ("Vulkan_LIBRARY", libraries.join("libvulkan.so.1")),
+        ("Vulkan_GLSLC_EXECUTABLE", vulkan.join("bin/glslc")),
+    ];
+    let flags = flags.map(|(name, value): (_, PathBuf)| format!("-D{name}={}", value.display()));
+    with_source(|source, at| {
+        build(source, at, &ON_VULKAN, &flags, &libraries)?;
+        keep_build(source, at, &ON_VULKAN, &ik_llama_cpp_vulkan(""))
+    })
+}
+
+/// Gets the sources for a build in a folder beside them.
+fn with_source(build: impl FnOnce(&Path, &Path) -> Result<()>) -> Result<()> {
     let folder = scratch(&format!("ik-llama-cpp-{}", short_commit()))?;
     let source = source(&folder).with_context(|| format!("ik_llama.cpp {}", short_commit()))?;
     build(&source, &folder.join("build"))?;
@@ -104,14 +145,22 @@ fn git(clone: &Path) -> Command {
     git
 }
 
-fn build(source: &Path, build: &Path) -> Result<()> {
+/// `libraries`: where the compiler of shaders finds those that it needs.
+fn build(
+    source: &Path,
+    build: &Path,
+    programs: &[&str],
+    flags: &[String],
+    libraries: &Path,
+) -> Result<()> {
     println!(
         "building {} of ik_llama.cpp {}; this takes long, once",
-        PROGRAMS.join(", "),
+        programs.join(", "),
         short_commit()
     );
     let (cmake, ninja) = (tools()?.join("cmake"), tools()?.join("ninja"));
     run(command(&cmake, source)
+        .env("LD_LIBRARY_PATH", libraries)
         .arg("-S")
         .arg(source)
         .arg("-B")
@@ -123,7 +172,11 @@ fn build(source: &Path, build: &Path) -> Result<()> {
             "-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={}/bin",
             build.display()
         ))
-        .args(FLAGS))?;
-    run_with_progress(command(&ninja, build).args(PROGRAMS))?;
-    keep_build(source, build, &PROGRAMS, &ik_llama_cpp(""))
+        .args(FLAGS)
+        .args(flags))?;
+    run_with_progress(
+        command(&ninja, build)
+            .env("LD_LIBRARY_PATH", libraries)
+            .args(programs),
+    )
 }

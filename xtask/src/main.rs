@@ -216,6 +216,9 @@ fn main() -> Result<()> {
             {
                 ik_llama_cpp::make()?;
             }
+            if names.iter().any(|name| name == matrix::IK_LLAMA_VULKAN) {
+                ik_llama_cpp::make_vulkan()?;
+            }
             match build {
                 true => Ok(()),
                 false => matrix::write(&names),

@@ -142,6 +142,7 @@ const CHECKS: &[Check] = &[
     ),
     Check::programs("drop-in in ik_llama.cpp from source", "ik_llama_source")
         .unless(ik_llama_cpp::missing),
+    Check::new("the same with Vulkan", ik_llama_on_vulkan).unless(ik_llama_cpp::missing_vulkan),
     Check::programs("drop-in with nothing enabled", "idle"),
     Check::programs(
         "drop-in with everything enabled and nothing to do",
@@ -313,10 +314,19 @@ const ON_EMULATED_DISK: &str = "on_emulated_disk";
 /// What the names of tests end with that need programs of llama.cpp, in files of other tests.
 const FROM_SOURCE: &str = "from_source";
 
+/// What the names of tests end with that need ik_llama.cpp with Vulkan, in files of other tests.
+const ON_VULKAN: &str = "on_vulkan";
+
 fn tests_on(threads: usize, name: &str, filter: &[&str]) -> Command {
     let mut cargo = cargo_test(&[name], threads);
-    cargo.args(["--skip", FROM_SOURCE]).args(filter);
+    cargo.args(["--skip", FROM_SOURCE, "--skip", ON_VULKAN]);
+    cargo.args(filter);
     cargo
+}
+
+fn ik_llama_on_vulkan() -> Result<()> {
+    fixtures::vulkan()?;
+    run(cargo_test(&["ik_llama_source"], 1).arg(ON_VULKAN))
 }
 
 fn tests_from_source() -> Result<()> {

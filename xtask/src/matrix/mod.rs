@@ -26,7 +26,7 @@ use capability::CAPABILITIES;
 use subject::Subject;
 
 use crate::run::root;
-pub use subject::{IK_LLAMA_CPP, OLDER};
+pub use subject::{IK_LLAMA_CPP, IK_LLAMA_VULKAN, OLDER};
 
 const PAGE: &str = "docs/hosts.md";
 const BEGIN: &str = "<!-- hosts:begin -->\n";

@@ -38,7 +38,8 @@ enum Kind {
     /// A program of `hosts/`.
     Host(host::Program),
     Server(Build),
-    IkServer,
+    /// A server of ik_llama.cpp, with so many slots.
+    IkServer(fn(usize) -> Options),
     IkCompletion,
     Completion(Build),
     Perplexity(Build),
@@ -82,6 +83,8 @@ pub const LINKED: [&str; 2] = ["llama-server-linked", "llama-completion-linked"]
 pub const OLDER: &str = "llama-server-older";
 /// Programs of ik_llama.cpp from source.
 pub const IK_LLAMA_CPP: [&str; 3] = ["ik-llama-server", "ik-llama-perplexity", "ik-llama-cli"];
+/// The server of ik_llama.cpp with Vulkan.
+pub const IK_LLAMA_VULKAN: &str = "ik-llama-server-vulkan";
 const IK_NO_GPU: &str = "ik_llama.cpp has no functions for devices";
 
 /// Returns all hosts.
@@ -188,13 +191,13 @@ pub fn all() -> Vec<Subject> {
         ..Subject::of(OLDER, "llama-server", &version, older)
     });
     let ik_kinds = [
-        Kind::IkServer,
+        Kind::IkServer(ik_llama_cpp::server),
         Kind::Perplexity(ik_llama_cpp),
         Kind::IkCompletion,
     ];
     for (name, kind) in IK_LLAMA_CPP.into_iter().zip(ik_kinds) {
         let title = match kind {
-            Kind::IkServer => "ik_llama.cpp, llama-server",
+            Kind::IkServer(_) => "ik_llama.cpp, llama-server",
             Kind::IkCompletion => "ik_llama.cpp, llama-cli",
             _ => "ik_llama.cpp, llama-perplexity",
         };
@@ -204,6 +207,17 @@ pub fn all() -> Vec<Subject> {
             ..Subject::of(name, title, short_commit(), kind)
         });
     }
+    all.push(Subject {
+        missing: ik_build::missing_vulkan().or_else(vulkan),
+        no_gpu: Some(IK_NO_GPU),
+        experts_on_gpu: true,
+        ..Subject::of(
+            IK_LLAMA_VULKAN,
+            "ik_llama.cpp, llama-server, Vulkan",
+            short_commit(),
+            Kind::IkServer(ik_llama_cpp::server_vulkan),
+        )
+    });
     all
 }
 
@@ -263,8 +277,11 @@ impl Subject {
                 }
                 Box::new(Server::start(start.model, &options))
             }
-            Kind::IkServer => {
-                let mut options = ik_llama_cpp::server(1);
+            Kind::IkServer(make) => {
+                let mut options = make(1);
+                if self.experts_on_gpu {
+                    options.arguments = ["-ngl", "99"].map(str::to_owned).to_vec();
+                }
                 options.drop_in = start.drop_in.clone();
                 let mut server = Server::start(start.model, &options);
                 if matches!(start.drop_in, DropIn::On(_)) {
