@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use sidecar_core::experts::{ExpertIndex, ExpertName, Routing};
+use sidecar_core::experts::{ExpertIndex, ExpertName, MAX_EXPERTS, Routing};
 use sidecar_core::gguf::{GgufFile, HeaderWriter, Pieces, TensorInfo, copy_value};
 use sidecar_core::protocol::LayerMask;
 use sidecar_core::reload::check_tensor;
@@ -84,6 +84,10 @@ impl Mixture {
         ensure!(
             *experts > 0,
             "the model has no {architecture}.expert_count: it is no mixture of experts, or an older file"
+        );
+        ensure!(
+            *experts <= u64::from(MAX_EXPERTS),
+            "{architecture}.expert_count is {experts}, expected at most {MAX_EXPERTS}"
         );
         ensure!(
             experts % groups == 0 && (*groups == 1 || experts / groups > 1),
@@ -338,7 +342,7 @@ impl Mixture {
 #[cfg(test)]
 mod tests {
     use sidecar_core::gguf::Access;
-    use testkit::writer::{F32, Gguf};
+    use testkit::writer::{F32, Gguf, Kv};
 
     use super::*;
 
@@ -362,6 +366,20 @@ mod tests {
         assert_eq!(mixture.masks_of_computed(&all), both);
         let error = kept(&both[..1]).expect_err("layer 1 is not in the list");
         assert!(error.to_string().contains("layer 1 keeps 8"), "{error}");
+    }
+
+    #[test]
+    fn more_experts_than_a_layer_can_have_are_refused() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        Gguf::default()
+            .tensor("blk.0.ffn_down_exps.weight", &[4, 2, 8], F32, 1)
+            .kv("llama.expert_count", Kv::U32(u32::MAX))
+            .kv("llama.expert_used_count", Kv::U32(2))
+            .write(file.path())
+            .expect("free space");
+        let files = [GgufFile::open(file.path(), Access::Read).expect("a model")];
+        let error = Mixture::of(&files).err().expect("too many").to_string();
+        assert!(error.contains("is 4294967295, expected at most"), "{error}");
     }
 
     #[test]
