@@ -187,6 +187,8 @@ fn what_cannot_be_planned_is_an_error_with_the_reason() {
     let program = program.get_program().to_str().expect("UTF-8");
     let other = fixture("small.gguf").with_file_name("absent.gguf");
     let other = other.display().to_string();
+    let mixture = fixture("small-moe.gguf").display().to_string();
+    let nine = "llama.expert_used_count=int:9";
     for (words, why) in [
         (&[&*python, "x.py"][..], "is none of llama.cpp's programs"),
         (
@@ -196,6 +198,10 @@ fn what_cannot_be_planned_is_an_error_with_the_reason() {
         (&[program, "-c", "512"], "names no model"),
         (&[program, "-m", &other], "cannot read the model"),
         (&[program, "-m", program], "cannot read the model"),
+        (
+            &[program, "-m", &mixture, "--override-kv", nine],
+            "a token uses 9 of the 8 experts of layer 0",
+        ),
     ] {
         let sentence = refused(words);
         assert!(sentence.contains(why), "{words:?}: {sentence}");

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde::Serialize;
 use sidecar_core::experts::{ExpertName, Projection, Routing};
 use sidecar_core::gguf::{self, Access, GgufFile, TensorInfo, TypeInfo};
@@ -107,6 +107,16 @@ impl Shape {
             "{} does not state how many experts a token uses (expert_used_count)",
             text::path(path)
         );
+        let too_many = |of: &&Found| of.matrix.used > of.matrix.experts;
+        if let Some(of) = shape.matrices.iter().find(too_many) {
+            bail!(
+                "{}: a token uses {} of the {} experts of layer {}",
+                text::path(path),
+                of.matrix.used,
+                of.matrix.experts,
+                of.layer
+            );
+        }
         Ok(shape)
     }
 
