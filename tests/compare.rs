@@ -315,6 +315,30 @@ fn a_drop_in_that_changes_a_weight_is_found() {
 }
 
 #[test]
+fn the_logits_of_each_process_are_compared() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let script = |lines: &str| {
+        let path = folder.path().join("program.sh");
+        std::fs::write(&path, lines).expect("free space");
+        ["sh".to_owned(), path.display().to_string()]
+    };
+    let one = llama("llama-completion", COMPLETION).join(" ");
+    let random =
+        format!("{one} --temp 3 --seed $(od -An -N2 -tu2 /dev/urandom | tr -d ' ') >/dev/null");
+    for (lines, result) in [
+        (format!("{one} & {one}; wait"), "equal"),
+        (format!("{random}; {one}"), "unknown"),
+    ] {
+        let words = script(&lines);
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        let options = [&["--with", "--stream-experts"], &SHORT[..]].concat();
+        let found = compare(&options, &words);
+        let logits = &found.way(0)["logits"];
+        assert_eq!(logits["result"], result, "{}", found.text);
+    }
+}
+
+#[test]
 fn a_program_that_cannot_be_compared_is_an_error_with_the_reason() {
     let tell = |options: &[&str], words: &[&str]| {
         let began = Instant::now();

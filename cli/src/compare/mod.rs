@@ -321,13 +321,18 @@ impl Comparison {
 
     /// Runs the program with flags of `run` and further arguments. Returns what it computed, and the events.
     fn observed(&self, flags: &[String], arguments: &[&str]) -> Result<(Computed, Events)> {
-        let path = self.folder.path().join("hashes");
-        let _ = fs::remove_file(&path);
+        let folder = tempfile::tempdir_in(self.folder.path())?;
+        let path = folder.path().join("%p").into();
         let mut flags: Vec<OsString> = flags.iter().map(OsString::from).collect();
-        flags.extend(["--logits-hashes".into(), path.clone().into()]);
+        flags.extend(["--logits-hashes".into(), path]);
         let (run, events) = self.program.with(arguments).run(Some(&flags), true)?;
-        let text = fs::read_to_string(&path).unwrap_or_default();
-        let hashes = text.lines().filter(|line| !line.starts_with('#'));
+        let files = fs::read_dir(folder.path())?;
+        let texts = files.map(|file| Ok(fs::read_to_string(file?.path())?));
+        let mut texts: Vec<String> = texts.collect::<Result<_>>()?;
+        // Processes of one command end in any order.
+        texts.sort_unstable();
+        let lines = texts.iter().flat_map(|text| text.lines());
+        let hashes = lines.filter(|line| !line.starts_with('#'));
         let computed = Computed {
             hashes: hashes.map(str::to_owned).collect(),
             output: Some(run.output),
