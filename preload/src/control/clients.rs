@@ -173,6 +173,9 @@ struct Place {
     waits: bool,
 }
 
+/// Why a request is not carried out.
+const NO_THREAD: &str = "the program has too little memory or too few threads for a request: raise its limits (ulimit -v, ulimit -u)";
+
 /// Frees the place of a client, also after a panic.
 struct Connected(Arc<Kept<UnixStream>>);
 
@@ -217,9 +220,13 @@ fn accept(listener: &Kept<UnixListener>, serve: Serve) {
             continue;
         };
         // The place is free again if the thread does not start.
-        thread::spawn("llama-sidecar-c", move || {
+        let stream = client.0.clone();
+        let started = thread::spawn("llama-sidecar-c", move || {
             let _ = converse(&client, serve);
         });
+        if !started {
+            turn_away(&stream, &Reply::refused(NO_THREAD));
+        }
     }
 }
 
@@ -248,10 +255,10 @@ fn admit(client: Kept<UnixStream>) -> Option<Connected> {
     if clients.len() >= MAX_CLIENTS {
         let Some(at) = clients.iter().position(|place| place.waits) else {
             drop(clients);
-            turn_away(&client);
+            turn_away(&client, &Reply::busy());
             return None;
         };
-        turn_away(&clients.remove(at).stream);
+        turn_away(&clients.remove(at).stream, &Reply::busy());
     }
     clients.push(Place {
         stream: client.clone(),
@@ -261,13 +268,13 @@ fn admit(client: Kept<UnixStream>) -> Option<Connected> {
 }
 
 /// Ends a connection whose line was not carried out.
-fn turn_away(client: &Kept<UnixStream>) {
+fn turn_away(client: &Kept<UnixStream>, reply: &Reply) {
     let Ok(mut client) = client.get() else {
         return;
     };
     // What does not fit into the buffer of the socket is not worth a wait.
     let _ = client.set_nonblocking(true);
-    let _ = client.write_all(protocol::line(&Reply::busy()).as_bytes());
+    let _ = client.write_all(protocol::line(reply).as_bytes());
     let _ = client.shutdown(Shutdown::Both);
 }
 
