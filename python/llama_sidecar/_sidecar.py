@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import operator
 import os
@@ -113,9 +114,10 @@ class Sidecar:
         line = bytearray()
         try:
             with socket.socket(socket.AF_UNIX) as client:
-                client.settimeout(_left(until))
-                client.connect(os.fspath(self.socket))
-                client.sendall(sent)
+                self._connect(client, until)
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    # The answer says why not all of it is read.
+                    client.sendall(sent)
                 part = b""
                 while b"\n" not in part and len(line) < _LONGEST_REPLY:
                     client.settimeout(_left(until))
@@ -123,7 +125,7 @@ class Sidecar:
                     if not part:
                         break
                     line += part
-        except (TimeoutError, BlockingIOError) as error:
+        except TimeoutError as error:
             text = f"{self.socket} gave no answer in {self.timeout} s: wait longer (timeout=)"
             raise Unreachable(text) from error
         except (BrokenPipeError, ConnectionResetError) as error:
@@ -141,6 +143,15 @@ class Sidecar:
             raise Unreachable(f"the program at {self.socket} ended before it answered")
         reply: Reply = _read(_object, answer)
         return reply
+
+    def _connect(self, client: socket.socket, until: float | None) -> None:
+        """Connects; waits while as many clients wait as the program's list holds."""
+        while True:
+            client.settimeout(_left(until))
+            try:
+                return client.connect(os.fspath(self.socket))
+            except BlockingIOError:
+                time.sleep(_PAUSE)
 
     def ping(self) -> None:
         """Checks that a program answers."""

@@ -96,6 +96,38 @@ try:
     Sidecar(program("busy", lambda client: client.sendall(busy)), timeout=0.5).ping()
 except SidecarError as error:
     assert str(error) == "too many", error
+def refuses(client):
+    """Answers before it has read all, as the program does with a line that is too long."""
+    client.sendall(b'{"ok": false, "error": "too long"}\n')
+
+
+try:
+    Sidecar(program("refuses", refuses), timeout=60).mark("x" * 10**7)
+except SidecarError as error:
+    assert str(error) == "too long", error
+else:
+    raise AssertionError("it was refused")
+
+# The kernel keeps some clients for a program that accepts none.
+full = socket.socket(socket.AF_UNIX)
+full.bind(str(folder / "full"))
+full.listen(0)
+waiting = []
+while True:
+    client = socket.socket(socket.AF_UNIX)
+    client.setblocking(False)
+    try:
+        client.connect(str(folder / "full"))
+    except BlockingIOError:
+        break
+    waiting.append(client)
+began = time.monotonic()
+try:
+    Sidecar(folder / "full", timeout=0.3).ping()
+except Unreachable as error:
+    assert "gave no answer in 0.3 s" in str(error), error
+assert time.monotonic() - began >= 0.3
+
 # What follows an answer is not waited for.
 more = Sidecar(program("more", lambda client: (client.sendall(b'{"ok": true}\n{'), time.sleep(60))), timeout=30)
 began = time.monotonic()
