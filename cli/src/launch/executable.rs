@@ -4,6 +4,7 @@ use std::ffi::{CStr, CString, OsStr, OsString};
 use std::fs::File;
 use std::io::Read;
 use std::mem::MaybeUninit;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -233,11 +234,26 @@ pub fn ld_preload(drop_in: &Path) -> OsString {
     list
 }
 
+/// Returns the path with which this program was executed, which is known without /proc.
+fn executed() -> PathBuf {
+    // SAFETY: the kernel left the address of a string (getauxval(3)), or 0 stands for none.
+    let path = unsafe {
+        let address = libc::getauxval(libc::AT_EXECFN) as *const libc::c_char;
+        if address.is_null() {
+            c""
+        } else {
+            CStr::from_ptr(address)
+        }
+    };
+    PathBuf::from(OsStr::from_bytes(path.to_bytes()))
+}
+
 /// Returns the path of the drop-in library, relative to this program: installed, or in the build
 /// tree.
 pub fn preload_library() -> Result<PathBuf> {
     const NAME: &str = "libllama_sidecar_preload.so";
-    let program = std::env::current_exe().context("cannot find the path of this program")?;
+    let program = std::env::current_exe().or_else(|_| executed().canonicalize());
+    let program = program.context("cannot find the path of this program")?;
     let folder = program
         .parent()
         .context("the path of this program has no folder")?;

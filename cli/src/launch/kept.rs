@@ -37,6 +37,8 @@ impl Kept {
     }
 
     fn path_in(&self, data: Option<PathBuf>, home: Option<PathBuf>) -> Option<PathBuf> {
+        // The specification of XDG: a relative path is ignored.
+        let data = data.filter(|data| data.is_absolute());
         // Accounts of services have a home that is not there, which root could create.
         let home = home.filter(|home| home.is_dir());
         let data = data.or_else(|| Some(home?.join(".local/share")))?;
@@ -94,5 +96,6 @@ mod tests {
         assert_eq!(path(None, there.path().join("none")), None);
         let of_data = Some("/data/llama-sidecar/test.json".into());
         assert_eq!(path(Some("/data"), there.path().join("none")), of_data);
+        assert_eq!(path(Some("data"), there.path().join("none")), None);
     }
 }

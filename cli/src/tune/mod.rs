@@ -273,6 +273,12 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
     for note in notes::before(&plan) {
         eprintln!("llama-sidecar: {note}");
     }
+    let logits = folder.join(BASE_LOGITS);
+    let makes_base = options.base.is_none() && !options.prepare && !logits.exists();
+    if let Some(chunks) = options.evaluation.chunks.filter(|_| makes_base) {
+        let vocabulary = base::vocabulary(&source.files);
+        base::check(&logits, program.context, chunks, vocabulary)?;
+    }
     notes::on_interruption(&folder)?;
     unused.keep();
     *begun = Some(folder.clone());
@@ -455,14 +461,6 @@ fn make_base(
         .text
         .as_deref()
         .context("no text: pass --text or --base")?;
-    if let Some(chunks) = options.evaluation.chunks {
-        base::check(
-            &path,
-            program.context,
-            chunks,
-            base::vocabulary(&source.files),
-        )?;
-    }
     eprintln!(
         "llama-sidecar: making the base logits with {}",
         text::path(&source.path)
