@@ -83,7 +83,7 @@ struct Piece {
     slot: AtomicUsize,
 }
 
-/// What became of a matrix that was to be brought into memory.
+/// The result of bringing a matrix into memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Brought {
     /// It is here, or another thread reads it; so many bytes were read from the disk.
