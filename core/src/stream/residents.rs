@@ -374,9 +374,7 @@ impl Residents {
     fn is_cached(&self, file: usize, bytes: Range<u64>, residency: Residency) -> bool {
         let pages = (bytes.end - bytes.start) / self.page;
         let open = self.files[file].get();
-        let is_whole = |open| residency.cached(open, &bytes, self.page) == Some(pages);
-        // Under load, cachestat(2) misses a page that is there at times.
-        open.is_ok_and(|open| (0..2).any(|_| is_whole(open)))
+        open.is_ok_and(|open| residency.cached(open, &bytes, self.page) == Some(pages))
     }
 
     /// Whether what is in the page cache is used there: to copy it would take longer, and memory twice. Who states how
