@@ -73,22 +73,18 @@ pub fn report_settings() {
         if config.journal.is_some() {
             return;
         }
-        let unwritable = config.unwritable();
-        if [&config.rejected, &unwritable, &config.without_effect]
-            .iter()
-            .all(|of| of.is_empty())
-        {
-            return;
+        if !config.rejected.is_empty() {
+            // It logs them.
+            logger::init();
         }
-        // Logs those that were rejected.
-        logger::init();
-        unwritable
-            .iter()
-            .for_each(|sentence| log::error!("{sentence}"));
-        config
-            .without_effect
-            .iter()
-            .for_each(|sentence| log::warn!("{sentence}"));
+        for sentence in config.unwritable() {
+            logger::init();
+            log::error!("{sentence}");
+        }
+        for sentence in &config.without_effect {
+            logger::init();
+            log::warn!("{sentence}");
+        }
     });
 }
 
