@@ -67,14 +67,20 @@ fn imatrix() -> [(&'static str, Vec<u8>); 2] {
         .kv("imatrix.datasets", Kv::Texts(vec!["a.txt".into()]))
         .kv("imatrix.chunk_count", Kv::U32(2))
         .kv("imatrix.chunk_size", Kv::U32(512));
-    let mut older = Vec::new();
-    older.extend([1i32, 3].map(i32::to_le_bytes).concat());
-    older.extend(b"abc");
-    older.extend([2i32, 2].map(i32::to_le_bytes).concat());
-    older.extend([4.0f32, 6.0].map(f32::to_le_bytes).concat());
-    older.extend([7i32, 2].map(i32::to_le_bytes).concat());
-    older.extend(b"xy");
-    [("gguf", gguf.bytes()), ("older", older)]
+    [("gguf", gguf.bytes()), ("older", older_imatrix(2))]
+}
+
+/// An importance matrix in the older format: two values of the tensor `abc` after two calls, a
+/// number of chunks and a text. `values` is how many values it states.
+pub fn older_imatrix(values: i32) -> Vec<u8> {
+    let numbers = |all: [i32; 2]| all.map(i32::to_le_bytes).concat();
+    let mut bytes = numbers([1, 3]);
+    bytes.extend(b"abc");
+    bytes.extend(numbers([2, values]));
+    bytes.extend([4.0f32, 6.0].map(f32::to_le_bytes).concat());
+    bytes.extend(numbers([7, 2]));
+    bytes.extend(b"xy");
+    bytes
 }
 
 /// Routes of two layers in the compact format: rows, a mark and dropped tokens.

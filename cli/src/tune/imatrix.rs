@@ -198,18 +198,9 @@ fn take<'a>(rest: &mut &'a [u8], len: usize) -> Option<&'a [u8]> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use testkit::seeds::older_imatrix as older;
 
-    fn older(values: i32) -> Vec<u8> {
-        let numbers = |all: &[i32]| all.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<_>>();
-        let mut bytes = numbers(&[1, 3]);
-        bytes.extend(b"abc");
-        bytes.extend(numbers(&[2, values]));
-        bytes.extend([4.0f32, 6.0].iter().flat_map(|value| value.to_le_bytes()));
-        bytes.extend(numbers(&[7, 2]));
-        bytes.extend(b"xy");
-        bytes
-    }
+    use super::*;
 
     #[test]
     fn the_older_format_is_divided_by_its_calls() {
