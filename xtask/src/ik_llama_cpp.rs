@@ -68,10 +68,7 @@ fn first_missing(paths: &[PathBuf], host: &str) -> Option<String> {
 pub fn make() -> Result<()> {
     match missing() {
         None => Ok(()),
-        Some(_) => with_source(|source, at| {
-            build(source, at, &PROGRAMS, &[], Path::new(""))?;
-            keep_build(source, at, &PROGRAMS, &ik_llama_cpp(""))
-        }),
+        Some(_) => build_kept(&PROGRAMS, &[], Path::new(""), &ik_llama_cpp("")),
     }
 }
 
@@ -89,17 +86,16 @@ pub fn make_vulkan() -> Result<()> {
         ("Vulkan_GLSLC_EXECUTABLE", vulkan.join("bin/glslc")),
     ];
     let flags = flags.map(|(name, value): (_, PathBuf)| format!("-D{name}={}", value.display()));
-    with_source(|source, at| {
-        build(source, at, &ON_VULKAN, &flags, &libraries)?;
-        keep_build(source, at, &ON_VULKAN, &ik_llama_cpp_vulkan(""))
-    })
+    build_kept(&ON_VULKAN, &flags, &libraries, &ik_llama_cpp_vulkan(""))
 }
 
-/// Gets the sources for a build in a folder beside them.
-fn with_source(build: impl FnOnce(&Path, &Path) -> Result<()>) -> Result<()> {
+/// Gets the sources, builds programs beside them, and keeps the programs alone.
+fn build_kept(programs: &[&str], flags: &[String], libraries: &Path, kept: &Path) -> Result<()> {
     let folder = scratch(&format!("ik-llama-cpp-{}", short_commit()))?;
     let source = source(&folder).with_context(|| format!("ik_llama.cpp {}", short_commit()))?;
-    build(&source, &folder.join("build"))?;
+    let at = folder.join("build");
+    build(&source, &at, programs, flags, libraries)?;
+    keep_build(&source, &at, programs, kept)?;
     Ok(fs::remove_dir_all(folder)?)
 }
 
