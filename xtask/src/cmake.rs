@@ -72,6 +72,8 @@ fn configure(source: &str, build: &Path, flags: &[String]) -> Result<()> {
             define("MOE_VARIANT", &fixtures_at.join("moe-q8_0.gguf")),
             define("MOE_OTHER_BLOCKS", &fixtures_at.join("moe-mixed.gguf")),
             define("SIM_CUDA", &sim_cuda()?),
+            // No example is skipped for these models.
+            "-DSKIPPED=-1".into(),
         ],
         flags,
     )
