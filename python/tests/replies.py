@@ -96,6 +96,8 @@ try:
     Sidecar(program("busy", lambda client: client.sendall(busy)), timeout=0.5).ping()
 except SidecarError as error:
     assert str(error) == "too many", error
+
+
 def refuses(client):
     """Answers before it has read all, as the program does with a line that is too long."""
     client.sendall(b'{"ok": false, "error": "too long"}\n')
