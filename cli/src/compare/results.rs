@@ -73,7 +73,7 @@ pub enum Logits {
 pub struct Computed {
     /// A line for each evaluation.
     pub hashes: Vec<String>,
-    /// What its output shows of that; `None` where two runs of the program have different outputs.
+    /// What its output shows of that; `None` where two runs have different outputs.
     pub output: Option<String>,
 }
 
@@ -88,8 +88,10 @@ impl Logits {
             None if way.hashes.len() != evaluations => {
                 format!("{} evaluations in place of {evaluations}", way.hashes.len())
             }
-            None if stock.output.is_some() && way.output != stock.output => "the output".into(),
-            None => return Logits::Equal { evaluations },
+            None => match (&way.output, &stock.output) {
+                (Some(of), Some(to)) if of != to => "the output".into(),
+                _ => return Logits::Equal { evaluations },
+            },
         };
         Logits::Different { what }
     }
