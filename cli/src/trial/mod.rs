@@ -206,14 +206,14 @@ impl Program {
         run.usage = session.usage();
         run.log = text_of(&mut errors)?;
         let printed = text_of(&mut output)?;
-        let printed_last = last_words(&run.log, &printed);
+        let printed_last = || last_words(&run.log, &printed);
         let status = watched.map_err(|error| match error.is::<Interrupted>() {
             true => error,
-            false => anyhow!("{error:#}; {printed_last}"),
+            false => anyhow!("{error:#}; {}", printed_last()),
         })?;
         let status = status.unwrap_or_default();
         if !status.success() {
-            bail!("{}; {printed_last}", ended(status));
+            bail!("{}; {}", ended(status), printed_last());
         }
         match self.kind {
             Kind::Server => {}
