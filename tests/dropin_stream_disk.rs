@@ -100,6 +100,30 @@ fn only_models_that_do_not_fit_are_streamed_where_needed() {
     }
 }
 
+/// The page cache has all of a model that does not fit only because memory is kept for the program.
+#[test]
+fn a_model_that_nearly_does_not_fit_is_used_in_the_page_cache() {
+    let limit = MemoryLimit::new(470 << 20).expect("a control group");
+    let model = fixture("moe.gguf");
+    let expected = fresh(Program::C, &model);
+    for (memory, is_read) in [(None, true), (Some("100"), false)] {
+        let memory = memory.map(|mb| ("LLAMA_EXPERT_STREAM_MEMORY_MB", mb));
+        let needed = [("LLAMA_EXPERT_STREAM", "needed")]
+            .into_iter()
+            .chain(memory);
+        let needed = streaming(&needed.collect::<Vec<_>>());
+        let mut host = Host::start_with(Program::C, &model, &needed, |command| {
+            limit.apply(command);
+        });
+        assert_eq!(host.text(TOKENS), expected);
+        let figures = stream_figures(&host);
+        let unread = host.logged("MiB were mapped without reading them");
+        assert_eq!(unread[0].contains(": 0 MiB"), is_read, "{unread:?}");
+        assert_eq!(figures["held_bytes"] == 0, is_read, "{figures}");
+        assert_eq!(host.end(), Some(0));
+    }
+}
+
 #[test]
 fn reads_that_fail_leave_the_program_as_it_is() {
     let (disk, limit) = small_memory("moe.gguf", 200);

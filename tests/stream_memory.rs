@@ -378,7 +378,8 @@ fn what_is_in_the_page_cache_is_used_there_while_it_is() {
     let counts = reader.counts();
     assert!(counts.checked_bytes > 0, "{counts:?}");
     assert!(counts.read_bytes * 10 < counts.checked_bytes, "{counts:?}");
-    assert!(counts.held_bytes < 6 * SPAN, "{counts:?}");
+    // What the page cache can hold is read there.
+    assert_eq!(counts.held_bytes, 0, "{counts:?}");
     // The first page fault that waits for the disk is seen.
     drop_cache(fixture.gguf.source.handle().get().unwrap()).unwrap();
     assert!(fixture.has_bytes_of_file());

@@ -687,6 +687,8 @@ struct Looks {
     idle: u32,
     /// The last look at the free memory.
     last: Option<Instant>,
+    /// Major faults at that time.
+    faults: u64,
 }
 
 impl Shared {
@@ -875,6 +877,10 @@ impl Shared {
         {
             looks.last = Some(Instant::now());
             residents.look_at_memory();
+            let faults = pages::major_faults();
+            if std::mem::replace(&mut looks.faults, faults) != faults {
+                residents.look_again();
+            }
             // Not when a layer is scheduled, which makes no system call.
             if self.resident_units.load(Ordering::Relaxed) >= self.units_to_rest() {
                 self.rest();
@@ -1122,8 +1128,8 @@ impl Shared {
                 }
                 Brought::Left => self.note_residency(false),
             }
-            // It goes through the page cache once its layer is routed.
-            if reason == Reason::Guessed {
+            // It goes through the page cache once its layer is routed, which drops what is used before that.
+            if reason == Reason::Guessed && !residents.fits_page_cache() {
                 return false;
             }
         }

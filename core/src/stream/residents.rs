@@ -4,6 +4,10 @@
 //! here stays until other experts need its memory. Absent matrices are in the mapping of their file as
 //! before, so that code that is not known reads the right bytes, only slowly.
 //!
+//! While the page cache can hold all that is absent, nothing more is read into memory of the process: the page
+//! cache also uses memory that is kept for the program, and has it in larger pieces. A matrix that was found there
+//! is not looked for again until a page fault has waited for the disk.
+//!
 //! | situation | what gives memory back first |
 //! |---|---|
 //! | single tokens | the matrix with the least recent and frequent use: each use counts for half as much after 16 tokens |
@@ -81,6 +85,8 @@ struct Piece {
     last: AtomicU32,
     /// The slot of a matrix that is here.
     slot: AtomicUsize,
+    /// The look at page faults after which it was found in the page cache.
+    cached: AtomicU32,
 }
 
 /// The result of bringing a matrix into memory.
@@ -159,8 +165,14 @@ pub struct Residents {
     held: Mutex<Held>,
     /// The most matrices that are in memory of this process.
     most_pieces: usize,
+    /// Bytes of all matrices.
+    all_bytes: u64,
     /// The most bytes that are here now.
     limit: AtomicU64,
+    /// Whether the page cache can hold all that is absent.
+    fits_page_cache: AtomicBool,
+    /// Looks at page faults that found some.
+    looks: AtomicU32,
     /// Bytes of memory that was taken since the last look at the free memory.
     unlooked: AtomicU64,
     /// Evaluations so far.
@@ -214,7 +226,10 @@ impl Residents {
                 ..Held::default()
             }),
             most_pieces: most_mappings().saturating_sub(SPARE_MAPPINGS) / 2,
+            all_bytes: sizes.iter().map(|size| *size as u64).sum(),
             limit: AtomicU64::new(0),
+            fits_page_cache: AtomicBool::new(false),
+            looks: AtomicU32::new(1),
             unlooked: AtomicU64::new(0),
             evaluation: AtomicU32::new(0),
             current: AtomicUsize::new(0),
@@ -276,13 +291,25 @@ impl Residents {
             piece.uses.store(uses.to_bits(), Ordering::Relaxed);
             piece.last.store(now, Ordering::Relaxed);
         }
-        let queued = piece.state.queue();
+        let queued = !self.is_found(piece) && piece.state.queue();
         (!queued, queued)
     }
 
     /// Whether a matrix is neither here nor on its way.
     pub fn is_absent(&self, unit: Unit, expert: u32) -> bool {
-        self.pieces[self.piece_of(unit, expert)].state.is_absent()
+        let piece = &self.pieces[self.piece_of(unit, expert)];
+        piece.state.is_absent() && !self.is_found(piece)
+    }
+
+    /// Whether a matrix was found in the page cache, and no page fault has waited for the disk since.
+    fn is_found(&self, piece: &Piece) -> bool {
+        let looks = self.looks.load(Ordering::Relaxed);
+        self.fits_page_cache() && piece.cached.load(Ordering::Relaxed) == looks
+    }
+
+    /// Notes that a page fault has waited for the disk.
+    pub fn look_again(&self) {
+        self.looks.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Waits until no matrix of a unit is queued or being read, as long as `goes_on`. Returns whether it
@@ -332,9 +359,16 @@ impl Residents {
         let slice = self.slice(piece)?;
         let span = self.mapped.span(&slice, self.page)?;
         let bytes = span.offset..span.offset + span.len as u64;
-        let cached = self.is_cached(span.file, bytes, residency(span.file));
+        let residency = residency(span.file);
+        let cached = self.is_cached(span.file, bytes, residency);
         if cached && self.uses_page_cache() {
+            let looks = self.looks.load(Ordering::Relaxed);
+            self.pieces[piece].cached.store(looks, Ordering::Relaxed);
             return Some(Brought::Cached);
+        }
+        // Elsewhere nobody knows what the page cache has, and each use would be read ahead again.
+        if self.fits_page_cache() && residency == Residency::Counted {
+            return None;
         }
         let (slot, generation) = self.take_slot(span.len, piece)?;
         let from = match cached {
@@ -381,6 +415,11 @@ impl Residents {
     /// much is to be in memory of the process gets that.
     fn uses_page_cache(&self) -> bool {
         self.mapped.most.is_none()
+    }
+
+    /// Whether the page cache can hold all that is absent.
+    pub fn fits_page_cache(&self) -> bool {
+        self.fits_page_cache.load(Ordering::Relaxed)
     }
 
     /// Whether all experts are used in the page cache.
@@ -547,6 +586,10 @@ impl Residents {
         let fits = (held.bytes + usable(free)).saturating_sub(others);
         let limit = self.mapped.most.map_or(fits, |most| most.min(fits));
         self.limit.store(limit, Ordering::Relaxed);
+        let cached = (held.bytes + free).saturating_sub(self.mapped.others);
+        let fits_page_cache = self.uses_page_cache() && self.all_bytes <= cached;
+        self.fits_page_cache
+            .store(fits_page_cache, Ordering::Relaxed);
         while held.bytes > limit && self.give_back(&mut held, None) {}
     }
 

@@ -9,7 +9,8 @@
 //! | the warm-up routes to all experts | the warm-up routes like any evaluation |
 //! | special buffer types of the CPU take copies in another order | routed experts stay in the mapping |
 //!
-//! Every token uses the weights of the other tensors: a thread reads those ahead.
+//! Every token uses the weights of the other tensors: a thread reads those ahead. A model that does not fit only
+//! because memory is kept for the program is read as ever: the page cache has it until that memory is needed.
 //!
 //! Other advice that llama.cpp gives is left alone: `MADV_WILLNEED` for the whole mapping reads
 //! one read-ahead window at most, and `POSIX_FADV_SEQUENTIAL` doubles the window.
@@ -63,9 +64,20 @@ fn is_needed(files: &[GgufFile]) -> bool {
     if !only_needed() {
         return true;
     }
+    free_memory().is_some_and(|(free, _)| bytes_of(files) > usable(free))
+}
+
+/// Whether a model with these files is read as a whole, although it is streamed.
+fn is_read(files: &[GgufFile]) -> bool {
+    only_needed()
+        && Config::get().expert_stream_memory.is_none()
+        && free_memory().is_some_and(|(free, _)| bytes_of(files) <= free)
+}
+
+/// Returns the bytes of all tensors.
+fn bytes_of(files: &[GgufFile]) -> u64 {
     let tensors = files.iter().flat_map(|file| &file.header.tensors);
-    let bytes = tensors.fold(0, |sum: u64, tensor| sum.saturating_add(tensor.nbytes));
-    free_memory().is_some_and(|(free, _)| bytes > usable(free))
+    tensors.fold(0, |sum, tensor| sum.saturating_add(tensor.nbytes))
 }
 
 /// Whether a model was loaded to be streamed.
@@ -189,10 +201,10 @@ static GGML: AtomicPtr<Ggml> = AtomicPtr::new(std::ptr::null_mut());
 static UNREAD: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
-    /// Whether [`FILES`] has any.
+    /// Whether this thread loads files with routed experts.
     static LOADS_EXPERTS: Cell<bool> = const { Cell::new(false) };
-    /// Device and inode of the files with routed experts that this thread loads.
-    static FILES: RefCell<Vec<FileId>> = const { RefCell::new(Vec::new()) };
+    /// Those of them that are mapped without reading them.
+    static UNREAD_FILES: RefCell<Vec<FileId>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Prepares for loading a file that the program has opened on this thread, and that
@@ -203,10 +215,14 @@ pub fn file_opened(caller: &Caller, ggml: &'static Ggml) {
         return;
     }
     let has_experts = |file: &&GgufFile| ExpertIndex::of([*file]).layers().next().is_some();
-    let files: Vec<FileId> = loads::opened_files(|files| match is_needed(files) {
-        true => files.iter().filter(has_experts).map(id).collect(),
-        false => Vec::new(),
-    });
+    let (files, is_read): (Vec<FileId>, bool) =
+        loads::opened_files(|files| match is_needed(files) {
+            true => (
+                files.iter().filter(has_experts).map(id).collect(),
+                is_read(files),
+            ),
+            false => (Vec::new(), false),
+        });
     if only_needed() {
         let mut needed = NEEDED.lock();
         for file in &files {
@@ -220,8 +236,9 @@ pub fn file_opened(caller: &Caller, ggml: &'static Ggml) {
     if !files.is_empty() {
         redirect(caller, ggml);
     }
+    let unread = if is_read { Vec::new() } else { files };
     // Fails on a thread that is ending, which maps nothing.
-    let _ = FILES.try_with(|known| known.replace(files));
+    let _ = UNREAD_FILES.try_with(|known| known.replace(unread));
 }
 
 /// Redirects the calls of libllama that would read experts. Called for each file: a call of
@@ -317,7 +334,7 @@ fn unpopulated(flags: c_int, file: c_int, len: usize) -> c_int {
         return flags;
     };
     let has = |files: &RefCell<Vec<_>>| files.try_borrow().is_ok_and(|files| files.contains(&id));
-    if FILES.try_with(has).unwrap_or(false) {
+    if UNREAD_FILES.try_with(has).unwrap_or(false) {
         UNREAD.fetch_add(len as u64, Ordering::Relaxed);
         return flags & !libc::MAP_POPULATE;
     }
