@@ -316,14 +316,14 @@ impl Comparison {
             return Ok(Ok(logits));
         }
         // Streamed experts are not repacked.
-        if let Ok((plain, _)) = self.observed(&[], &[NO_REPACK]) {
-            if let Logits::Equal { evaluations } = Logits::compare(&way, &plain) {
-                let option = NO_REPACK.into();
-                return Ok(Ok(Logits::EqualWith {
-                    evaluations,
-                    option,
-                }));
-            }
+        if let Ok((plain, _)) = self.observed(&[], &[NO_REPACK])
+            && let Logits::Equal { evaluations } = Logits::compare(&way, &plain)
+        {
+            let option = NO_REPACK.into();
+            return Ok(Ok(Logits::EqualWith {
+                evaluations,
+                option,
+            }));
         }
         Ok(Ok(logits))
     }

@@ -366,7 +366,7 @@ impl Residents {
             self.pieces[piece].cached.store(looks, Ordering::Relaxed);
             return Some(Brought::Cached);
         }
-        // Elsewhere nobody knows what the page cache has, and each use would be read ahead again.
+        // Where it cannot be counted what the page cache has, each use would be read ahead again.
         if self.fits_page_cache() && residency == Residency::Counted {
             return None;
         }
