@@ -385,11 +385,24 @@ fn a_program_that_cannot_be_compared_is_an_error_with_the_reason() {
         "{refused}"
     );
     assert!(refused.contains("no-such-option"), "{refused}");
-    let unknown = tell(
-        &["--with", "--no-such-flag"],
-        &words(&llama("llama-completion", COMPLETION)),
-    );
-    assert!(unknown.contains("--no-such-flag"), "{unknown}");
+}
+
+#[test]
+fn options_that_cannot_be_used_are_refused_before_the_program_starts() {
+    let options = [
+        ("--no-such-flag", "--no-such-flag"),
+        ("--stream-memory=none", "expected a number"),
+        ("--logits-hashes /nowhere/hashes", "cannot write /nowhere"),
+        ("--stream-trace /nowhere/t.json", "/nowhere/t.json"),
+        ("--stream-prefer 0.5", "--accept-changed-results"),
+        ("--socket /dev/null", "is no socket"),
+    ];
+    for (option, reason) in options {
+        let found = compare(&["--with", option], &["/nowhere/program"]);
+        assert_eq!(found.status.code(), Some(1), "{}", found.text);
+        assert!(found.text.contains(reason), "{option}: {}", found.text);
+        assert_eq!(found.text.lines().count(), 1, "{}", found.text);
+    }
 }
 
 #[test]

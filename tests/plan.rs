@@ -206,6 +206,11 @@ fn what_cannot_be_planned_is_an_error_with_the_reason() {
         let sentence = refused(words);
         assert!(sentence.contains(why), "{words:?}: {sentence}");
     }
+    let mut with_trace = plan(folder.path());
+    with_trace.args(["--trace", "/nowhere/trace.json", "--"]);
+    let (_, log, _) = ended(with_trace.args([program, "-m", &mixture]));
+    assert!(log.contains("cannot read /nowhere/trace.json"), "{log}");
+    assert_eq!(log.lines().count(), 1, "nothing was measured: {log}");
 }
 
 #[test]

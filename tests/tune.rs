@@ -425,19 +425,22 @@ fn a_swap_of_the_file_quantises_as_llama_quantize_does() {
 
 /// What can be known before the base logits are made is reported before.
 #[test]
-fn a_goal_and_a_group_are_checked_first() {
+fn a_goal_a_group_and_a_text_are_checked_first() {
     let small = Small::new();
     let work = small.path("work");
-    let refused = |arguments: &[&str]| {
-        let output = measure(&small.model, &work, arguments).output();
-        let output = output.expect("it starts");
+    let refused = |text: &str, arguments: &[&str]| {
+        let mut command = tune(&small.model, &work);
+        command.args(["--text", text]).args(EVALUATION);
+        let output = command.args(arguments).output().expect("it starts");
         assert!(!output.status.success(), "{output:?}");
         assert!(!work.exists(), "{arguments:?}");
         String::from_utf8_lossy(&output.stderr).into_owned()
     };
-    let text = refused(&["--types", "q8_0", "--bpw", "0.5"]);
+    let text = refused("/nowhere/text", &["--types", "q8_0"]);
+    assert!(text.contains("cannot use the text /nowhere"), "{text}");
+    let text = refused(TEXT, &["--types", "q8_0", "--bpw", "0.5"]);
     assert!(text.contains("no mix of these types is as small"), "{text}");
-    let text = refused(&["--types", "q8_0", "--group", "attn_q"]);
+    let text = refused(TEXT, &["--types", "q8_0", "--group", "attn_q"]);
     assert!(
         text.contains("an expression matches whole names: try '.*attn_q.*'"),
         "{text}"

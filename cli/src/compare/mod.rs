@@ -22,6 +22,7 @@ use sidecar_core::text;
 use crate::deadline::LONGEST;
 use crate::launch::gains;
 use crate::launch::journal::Events;
+use crate::launch::run::{Prepared, RunOptions};
 use crate::output::{Outputs, progress};
 use crate::temporary::Temporary;
 use crate::trial::{Interrupted, Kind, Program, prompts};
@@ -185,6 +186,11 @@ impl Comparison {
                 options.with.iter().map(words).collect()
             }
         };
+        for flags in &ways {
+            let prepared = Prepared::new(&RunOptions::with(flags, words)?)?;
+            let check = prepared.check_measured();
+            check.with_context(|| format!("cannot compare {}", flags.join(" ")))?;
+        }
         Ok(Comparison {
             program,
             precision: options.precision / 100.0,

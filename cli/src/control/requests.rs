@@ -4,7 +4,7 @@
 
 use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -221,8 +221,15 @@ pub fn parsed<T: DeserializeOwned>(answer: &Value) -> Result<T> {
     T::deserialize(answer).context("the reply comes from another version of llama-sidecar: use the command of the version that runs")
 }
 
-/// Fails if a process listens at a socket already.
+/// Fails if a process listens at a socket already, or if something else is there.
 pub fn check_unused(socket: &Path) -> Result<()> {
+    let title = Variable::title_of("LLAMA_SIDECAR_CONTROL");
+    let there = socket.symlink_metadata();
+    ensure!(
+        !there.is_ok_and(|found| !found.file_type().is_socket()),
+        "{title}: {} is there, and is no socket: choose another path",
+        text::path(socket)
+    );
     let Ok(stream) = UnixStream::connect(socket) else {
         return Ok(());
     };
@@ -232,8 +239,7 @@ pub fn check_unused(socket: &Path) -> Result<()> {
         format!("process {process} ({})", name.trim_end())
     });
     bail!(
-        "{}: {who} listens at {} already: end that process, or choose another path, for several processes one with %p, which stands for the process id",
-        Variable::title_of("LLAMA_SIDECAR_CONTROL"),
+        "{title}: {who} listens at {} already: end that process, or choose another path, for several processes one with %p, which stands for the process id",
         text::path(socket)
     )
 }

@@ -17,7 +17,7 @@ use sidecar_core::files::{self, Replace};
 use sidecar_core::protocol::{LayerMask, Overlay, Reply, Request, Round, Status, StreamFigures};
 use sidecar_core::text;
 
-use super::base::Base;
+use super::base::{Base, TOO_SHORT};
 use super::statistics::{self, Statistics};
 use crate::control::{self, Limit};
 use crate::interruption;
@@ -134,10 +134,26 @@ impl Program {
         Ok(command)
     }
 
-    /// Fails if the drop-in is not there or cannot be loaded into the program, or if no socket can be made.
-    pub fn check(&self) -> Result<()> {
+    /// Fails if one of the texts cannot be evaluated, if the drop-in is not there or cannot be loaded into the program, or if
+    /// no socket can be made.
+    pub fn check(&self, texts: &[&Path]) -> Result<()> {
+        for text in texts {
+            self.check_text(text)
+                .with_context(|| format!("cannot use the text {}", text::path(text)))?;
+        }
         self.drop_in()?;
         socket_folder().map(drop)
+    }
+
+    /// Fails if a text cannot be evaluated. A token has at least one byte.
+    fn check_text(&self, text: &Path) -> Result<()> {
+        let found = File::open(text)?.metadata()?;
+        ensure!(
+            found.is_file(),
+            "it is not a regular file, and more than one process reads it"
+        );
+        ensure!(found.len() >= 2 * u64::from(self.context), "{TOO_SHORT}");
+        Ok(())
     }
 
     /// Returns the path of the drop-in. Fails if it cannot be loaded into the program.

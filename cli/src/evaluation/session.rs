@@ -1,14 +1,14 @@
 //! Evaluations of one model and of what is made from it.
 
 use std::ffi::OsStr;
-use std::fs::File;
+
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use sidecar_core::gguf::{FileId, GgufFile};
 use sidecar_core::text;
 
-use super::base::{self, Base, TOO_SHORT};
+use super::base::{self, Base};
 use super::program::{NO_VARIABLES, Program, Running};
 use super::statistics::Statistics;
 use crate::interruption;
@@ -41,11 +41,7 @@ impl<'a> Session<'a> {
         chunks: Option<u32>,
         work: Option<&Path>,
     ) -> Result<Session<'a>> {
-        for text in texts {
-            check_text(text, program.context)
-                .with_context(|| format!("cannot use the text {}", text::path(text)))?;
-        }
-        program.check()?;
+        program.check(texts)?;
         let parent = work.map_or_else(std::env::temp_dir, Path::to_owned);
         let explain = || format!("cannot write to {}", text::path(&parent));
         interruption::watch()?;
@@ -178,17 +174,6 @@ impl<'a> Session<'a> {
         }
         evaluated.and(shown)
     }
-}
-
-/// Fails if a text cannot be evaluated. A token has at least one byte.
-fn check_text(text: &Path, context: u32) -> Result<()> {
-    let found = File::open(text)?.metadata()?;
-    ensure!(
-        found.is_file(),
-        "it is not a regular file, and more than one process reads it"
-    );
-    ensure!(found.len() >= 2 * u64::from(context), "{TOO_SHORT}");
-    Ok(())
 }
 
 impl Drop for Session<'_> {

@@ -6,14 +6,14 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::builder::{OsStringValueParser, TypedValueParser, ValueParser};
 use clap::{Arg, ArgAction, ArgMatches, FromArgMatches, Parser};
 use sidecar_core::config::{
     CAPABILITIES, CacheSize, Config, ExpertStream, Kind, VARIABLES, Variable,
 };
 use sidecar_core::protocol::{Event, NoEffect};
-use sidecar_core::{summary, text};
+use sidecar_core::{summary, text, trace};
 
 use crate::control;
 use crate::launch::child::{self, Group, quoted};
@@ -198,6 +198,33 @@ impl Prepared {
         })
     }
 
+    /// Fails if something that the options name cannot be used: before the program starts.
+    pub fn check(&self) -> Result<()> {
+        let config = &self.config;
+        ensure!(
+            config.expert_stream_prefer.is_none() || config.preference().is_some(),
+            "--stream-prefer changes results: also pass --accept-changed-results, after 'llama-sidecar margins' has measured by how much"
+        );
+        if let Some(sentence) = config.unwritable().into_iter().next() {
+            bail!("{sentence}");
+        }
+        match &config.control {
+            Some(socket) => control::check_unused(&socket.now()),
+            None => Ok(()),
+        }
+    }
+
+    /// Fails as [`Prepared::check`] does, and if a trace cannot be read: `run` starts a program without it, but what is
+    /// measured without it is not what was asked for.
+    pub fn check_measured(&self) -> Result<()> {
+        let cache = &self.config.program_postfetch.cache_trace;
+        let stream = &self.config.expert_stream_trace;
+        for path in [cache, stream].into_iter().flatten() {
+            trace::read(path).context("write a trace with --expert-trace-output trace.json")?;
+        }
+        self.check()
+    }
+
     /// Finds the program.
     pub fn program(&self) -> Result<Executable> {
         Executable::find(&self.words[0])
@@ -266,18 +293,9 @@ pub fn run(options: &RunOptions) -> Result<()> {
     }
     let program = prepared.program()?;
     let config = &prepared.config;
-    if config.expert_stream_prefer.is_some() && config.preference().is_none() {
-        bail!(
-            "{} was not started: --stream-prefer changes results: also pass --accept-changed-results, after 'llama-sidecar margins' has measured by how much",
-            text::path(&program.path)
-        );
-    }
-    if let Some(sentence) = config.unwritable().into_iter().next() {
-        bail!("{sentence}");
-    }
-    if let Some(socket) = &config.control {
-        control::check_unused(&socket.now())?;
-    }
+    prepared
+        .check()
+        .with_context(|| format!("{} was not started", text::path(&program.path)))?;
     let journal = match proof::failure(&prepared.preload) {
         Some(failure) => {
             eprintln!(

@@ -96,6 +96,7 @@ fn plan(options: &PlanOptions) -> Result<Plan> {
         prompts::long_and_short(options.prompt_tokens, options.answer_tokens.min(ANSWER));
     let longest = Duration::from_secs(options.seconds.max(1));
     let mut program = Program::new(words, requests, longest)?;
+    let trace = options.trace.as_deref().map(hits_of_trace).transpose()?;
     let known = Known::of(words)?;
     let path = match options::value_in(words, options::MODEL) {
         Some(path) => PathBuf::from(path),
@@ -119,7 +120,6 @@ fn plan(options: &PlanOptions) -> Result<Plan> {
     ));
     let found = machine::measure(&program, &path, &works, &numbers, options.measure)?;
     let context = options::number_in(words, options::CONTEXT).filter(|&of| of > 0);
-    let trace = options.trace.as_deref().map(hits_of_trace).transpose()?;
     let repacks = !found.measured.repacked.is_empty();
     let mut facts = Facts {
         context: context.unwrap_or(shape.context),

@@ -194,6 +194,10 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
 
     let base = options.base.as_deref().map(Base::read).transpose()?;
     let program = options.evaluation.program(base.map(|base| base.context))?;
+    if !options.prepare {
+        let text = options.text.as_deref();
+        program.check(&text.into_iter().collect::<Vec<_>>())?;
+    }
     let threads = program.threads;
     let folder = work_folder(options, &model);
     let is_new = !folder.exists();
