@@ -5,9 +5,12 @@ mod hosts;
 
 use std::process::{Command, Stdio};
 
+use serde_json::Value;
+
 use hosts::{TOKENS, count, fresh, stream_figures, streaming};
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, Host, Program, built};
+use testkit::host::{DropIn, Host, Program, built, plain_command, preload_library};
+use testkit::llama_cpp::llama_cpp;
 use testkit::memory_limit::MemoryLimit;
 use testkit::slow_disk::{SlowDisk, Speed};
 
@@ -172,6 +175,54 @@ fn a_comparison_finds_that_streaming_is_faster() {
     assert!(text.contains("LLAMA_EXPERT_STREAM=auto"), "{text}");
 }
 
+/// Returns the first and the last figures of a program whose context has so many tokens.
+fn figures_with(context: u64, limit: &MemoryLimit) -> [Value; 2] {
+    let journal = tempfile::NamedTempFile::new().expect("a file");
+    let mut command = plain_command(llama_cpp("llama-completion"));
+    command.arg("--model").arg(fixture("moe.gguf"));
+    command.args(["-p", "The capital of France is", "-n", "8", "--temp", "0"]);
+    command.args(["-no-cnv", "-t", "2", "-c", &context.to_string()]);
+    command.env("LD_PRELOAD", preload_library());
+    command.env("LLAMA_EXPERT_STREAM", "auto");
+    command.env("LLAMA_SIDECAR_JOURNAL", journal.path());
+    limit.apply(&mut command);
+    let output = command.stdin(Stdio::null()).output().expect("it starts");
+    assert!(output.status.success(), "{output:?}");
+    let lines = std::fs::read_to_string(journal.path()).expect("a journal");
+    let events = lines.lines().map(serde_json::from_str);
+    let events: Vec<Value> = events.collect::<Result<_, _>>().expect("JSON");
+    ["stream_start", "stream"].map(|name| {
+        let event = events.iter().find(|event| event["event"] == name);
+        event.expect("an event")["figures"].clone()
+    })
+}
+
+/// What fits at the first evaluation fits at the end, and a smaller context makes as much space as is predicted.
+#[test]
+fn what_fits_beside_a_context_is_known_for_a_smaller_one() {
+    let limit = MemoryLimit::new(400 << 20).expect("a control group");
+    let found = [512, 2048, 8192].map(|tokens| {
+        let [first, last] = figures_with(tokens, &limit);
+        assert_eq!(first["context_tokens"], tokens, "{first}");
+        let count = |figures: &Value, name| count(figures, name) as f64;
+        let (fits, all) = (
+            count(&first, "fitting_bytes"),
+            count(&first, "expert_bytes"),
+        );
+        let later = count(&last, "fitting_bytes");
+        assert!((fits - later).abs() < 0.02 * all, "{first} {last}");
+        let held = count(&last, "held_bytes");
+        assert!(held < fits + 0.02 * all, "{first} {last}");
+        let fewer = 0.75 * count(&first, "context_bytes") - count(&first, "missing_bytes");
+        (fits, fits + fewer, all)
+    });
+    for pair in found.windows(2) {
+        let ((fits, _, all), (_, predicted, _)) = (pair[0], pair[1]);
+        assert!((predicted - fits).abs() < 0.02 * all, "{found:?}");
+    }
+    assert_eq!(found[2].0, 0.0, "{found:?}");
+}
+
 #[test]
 fn doctor_says_what_share_fits_and_what_the_disk_does() {
     let (disk, limit) = small_memory("moe.gguf", 200);
@@ -190,7 +241,8 @@ fn doctor_says_what_share_fits_and_what_the_disk_does() {
     for part in [
         "streaming   works in this program\n",
         "memory      the memory limit of the control group leaves ",
-        " % of the experts fit\n",
+        " MB of experts fit into memory (",
+        " %) beside a context of ",
         "disk        random reads of 128 KiB: ",
         "bound       the disk limits the program to ",
     ] {

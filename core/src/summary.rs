@@ -58,6 +58,9 @@ pub fn streaming(figures: &StreamFigures) -> String {
             figures.margin
         );
     }
+    if let Some(memory) = memory(figures) {
+        text += &format!("; {memory}");
+    }
     if figures.resting {
         text += "; all experts are in memory now, so that streaming rests";
     }
@@ -65,6 +68,46 @@ pub fn streaming(figures: &StreamFigures) -> String {
         text += "; streaming has stopped because reading ahead had no effect";
     }
     text
+}
+
+/// Returns how many experts fit into memory beside the context, and how many beside a smaller one; `None` if all fit, or that is
+/// not known.
+pub fn memory(figures: &StreamFigures) -> Option<String> {
+    let StreamFigures {
+        expert_bytes: all,
+        fitting_bytes: fitting,
+        missing_bytes: missing,
+        context_tokens: tokens,
+        context_bytes: context,
+        ..
+    } = *figures;
+    if fitting >= all {
+        return None;
+    }
+    let mb = |bytes: u64| bytes as f64 / 1e6;
+    let percent = |bytes: u64| 100.0 * bytes.min(all) as f64 / all as f64;
+    let mut text = format!(
+        "{:.0} of {:.0} MB of experts fit into memory ({:.0} %)",
+        mb(fitting),
+        mb(all),
+        percent(fitting)
+    );
+    if context > 0 {
+        text += &format!(
+            " beside a context of {tokens} tokens ({:.0} MB)",
+            mb(context)
+        );
+        let freed = context / 4 * 3;
+        if tokens >= 1024 && freed > all / 50 {
+            text += &format!(
+                ": -c {} frees {:.0} MB, and {:.0} % fit",
+                tokens / 4,
+                mb(freed),
+                percent((fitting + freed).saturating_sub(missing))
+            );
+        }
+    }
+    Some(text)
 }
 
 /// Returns figures of post-fetch as a sentence without its full stop.
@@ -209,6 +252,36 @@ mod tests {
         let expected = "in 60 % of their time, and the disk delivered 2 MB/s while it was read: it limits the most";
         assert!(disk.ends_with(expected), "{disk}");
         assert!(streaming(&figures(4.0)).ends_with("computation limits the most"));
+    }
+
+    #[test]
+    fn a_smaller_context_is_named_where_experts_would_fit_beside_it() {
+        let figures = |fitting, tokens| StreamFigures {
+            expert_bytes: 273_000_000,
+            fitting_bytes: fitting,
+            context_tokens: tokens,
+            context_bytes: 180_000_000,
+            ..StreamFigures::default()
+        };
+        let short = StreamFigures {
+            missing_bytes: 40_000_000,
+            ..figures(0, 8192)
+        };
+        let sentence = memory(&short).expect("a sentence");
+        assert!(
+            sentence.ends_with("frees 135 MB, and 35 % fit"),
+            "{sentence}"
+        );
+        assert_eq!(
+            memory(&figures(3_000_000, 8192)).as_deref(),
+            Some(
+                "3 of 273 MB of experts fit into memory (1 %) beside a context of 8192 tokens (180 MB): -c 2048 frees 135 MB, and 51 % fit"
+            )
+        );
+        let small = memory(&figures(3_000_000, 512)).expect("a sentence");
+        assert!(small.ends_with("tokens (180 MB)"), "{small}");
+        assert_eq!(memory(&figures(273_000_000, 8192)), None);
+        assert_eq!(memory(&StreamFigures::default()), None);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use sidecar_core::config::Config;
-use sidecar_core::protocol::{Event, NoEffect, is_tried_ggml};
+use sidecar_core::protocol::{Event, NoEffect, StreamFigures, is_tried_ggml};
 use sidecar_core::text;
 
 use crate::deadline::LONGEST;
@@ -353,13 +353,17 @@ fn expert_cache(events: &Events, traces: &[TraceReport]) {
 
 /// Prints whether the experts of a model can be streamed, and what that would do.
 fn streaming(path: &str, experts_used: &[(u32, u64)], events: &Events) {
+    let mut figures = &StreamFigures::default();
     match events.streams(path) {
-        Some(Ok(())) => line("streaming", "works in this program"),
+        Some(Ok(found)) => {
+            figures = found;
+            line("streaming", "works in this program");
+        }
         // What it would do is of no use.
         Some(Err(obstacle)) => return line("streaming", &format!("does not work: {obstacle}")),
         None => line("streaming", UNKNOWN_YET),
     }
-    match stream::describe(&text::path_of(path), experts_used) {
+    match stream::describe(&text::path_of(path), experts_used, figures) {
         Ok(lines) => lines.iter().for_each(|(what, found)| line(what, found)),
         Err(error) => line("sizes", &format!("cannot read the model: {error:#}")),
     }

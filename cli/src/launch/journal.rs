@@ -9,7 +9,7 @@ use std::process::ExitStatus;
 use anyhow::{Context, Result};
 use rustix::fs::{FallocateFlags, fallocate};
 use rustix::io::Errno;
-use sidecar_core::protocol::{Entry, Event, NoEffect};
+use sidecar_core::protocol::{Entry, Event, NoEffect, StreamFigures};
 use sidecar_core::signals::without_write_signals;
 use tempfile::NamedTempFile;
 
@@ -141,13 +141,23 @@ impl Events {
         last.into_values().sum()
     }
 
-    /// Returns whether the experts of a model are streamed, or why they are not; `None` when
+    /// Returns the first figures of a model whose experts are streamed, or why they are not; `None` when
     /// there is no answer yet.
-    pub fn streams(&self, model: &str) -> Option<Result<(), &str>> {
+    pub fn streams(&self, model: &str) -> Option<Result<&StreamFigures, &str>> {
         self.iter().find_map(|event| match event {
-            Event::StreamStart { path, obstacle } if path == model => {
-                Some(obstacle.as_deref().map_or(Ok(()), Err))
-            }
+            Event::StreamStart {
+                path,
+                obstacle,
+                figures,
+            } if path == model => Some(obstacle.as_deref().map_or(Ok(figures), Err)),
+            _ => None,
+        })
+    }
+
+    /// Returns the figures at the end of the first model whose experts were streamed.
+    pub fn streamed(&self) -> Option<&StreamFigures> {
+        self.iter().find_map(|event| match event {
+            Event::Stream { figures, .. } => Some(figures),
             _ => None,
         })
     }
@@ -202,7 +212,7 @@ impl Events {
             } = event
             {
                 match self.streams(path) {
-                    Some(Ok(())) => streamed = true,
+                    Some(Ok(_)) => streamed = true,
                     Some(Err(why)) => return Some(format!("{path}: {why}")),
                     None => {
                         return Some(format!(
@@ -289,6 +299,7 @@ mod tests {
         let start = |path: &str, obstacle: Option<&str>| Event::StreamStart {
             path: path.into(),
             obstacle: obstacle.map(str::to_owned),
+            figures: StreamFigures::default(),
         };
         let obstacle = |events: &[Event]| Events::of(events).stream_obstacle();
         let (dense, moe) = (model("dense", 0), model("moe", 2));

@@ -215,7 +215,7 @@ impl Prepared {
     }
 
     /// Fails as [`Prepared::check`] does, and if a trace cannot be read: `run` starts a program without it, but what is
-    /// measured without it is not what was asked for.
+    /// measured without it is not what was requested.
     pub fn check_measured(&self) -> Result<()> {
         let cache = &self.config.program_postfetch.cache_trace;
         let stream = &self.config.expert_stream_trace;
@@ -392,6 +392,7 @@ fn summary(config: &Config, events: &Events) -> Vec<String> {
             Event::StreamStart {
                 path,
                 obstacle: Some(obstacle),
+                ..
             } if config.expert_stream == ExpertStream::Needed => {
                 streamed.push(format!("{path}: {obstacle}; {COMPARE}"));
             }

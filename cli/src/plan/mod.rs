@@ -138,7 +138,11 @@ fn plan(options: &PlanOptions) -> Result<Plan> {
     };
     facts.typed.gpu = gpu_of(words, &facts);
     let bytes = facts.shape.bytes();
-    let sum = bytes.routed + bytes.others + bytes.rest;
+    let context = match facts.typed.gpu {
+        None => facts.context_bytes(),
+        Some(_) => 0,
+    };
+    let sum = bytes.routed + bytes.others + bytes.rest + context;
     if facts.shape.expert_layers > 0 && sum > free {
         progress("measuring reads of the model's file: it does not fit into the free memory");
         facts.file = Some(speeds_of(&facts.shape, &numbers)?);

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use anyhow::Result;
 use serde::Serialize;
-use sidecar_core::text;
+use sidecar_core::{summary, text};
 
 use super::model::Time;
 use super::options::Known;
@@ -184,7 +184,7 @@ impl Plan {
             line(
                 "disturbed",
                 format!(
-                    "other programs used {:.0} % of the processors: these predictions are worth little; run plan again with --measure when they have ended",
+                    "other programs used {:.0} % of the processors: these predictions are worth little; run plan again when they have ended",
                     100.0 * share
                 ),
             );
@@ -201,6 +201,9 @@ impl Plan {
                     of.prompt, of.token
                 ),
             );
+        }
+        if let Some(memory) = summary::memory(&self.calibration.memory) {
+            line("memory", memory);
         }
         let _ = writeln!(text, "\nType this:\n\n  {}\n", best.command);
         match typed {

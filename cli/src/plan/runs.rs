@@ -58,7 +58,10 @@ fn stream(program: &Program, facts: &mut Facts) -> Result<()> {
             .run(Some(&flags), false)
             .and_then(|(run, events)| match events.stream_obstacle() {
                 Some(obstacle) => bail!(obstacle),
-                None => repeated(program, Some(&flags), &run, facts),
+                None => {
+                    facts.runs.memory = events.streamed().cloned().unwrap_or_default();
+                    repeated(program, Some(&flags), &run, facts)
+                }
             });
     match found {
         Ok(speeds) => {

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 
 use serde::Serialize;
 use sidecar_core::memory;
-use sidecar_core::protocol::{Measured, OnDevice, Work};
+use sidecar_core::protocol::{Measured, OnDevice, StreamFigures, Work};
 
 use super::model::{self, Cache, Calibration, Disk, Gpu, Misses, Model, Place, Products, Time};
 use super::options::{self, Known};
@@ -77,6 +77,8 @@ pub struct Runs {
     pub typed: Option<Calibrations>,
     /// With experts from disk. `None`: not run.
     pub streamed: Option<Calibrations>,
+    /// What its program had in memory then.
+    pub memory: StreamFigures,
     /// Why no experts were read from disk.
     #[serde(skip)]
     pub stream_obstacle: Option<String>,
@@ -195,7 +197,18 @@ impl Facts {
         self.context_bytes() + 4 * ACTIVATIONS * batch * self.shape.width
     }
 
-    fn context_bytes(&self) -> u64 {
+    /// Memory of the program beside its weights: as a run has shown; else that of its context.
+    fn beside_weights(&self) -> u64 {
+        let Bytes { others, rest, .. } = self.shape.bytes();
+        let found = &self.runs.memory;
+        match found.fitting_bytes < found.expert_bytes {
+            true => (memory::usable(self.free) + found.missing_bytes)
+                .saturating_sub(others + rest + found.fitting_bytes),
+            false => self.context_bytes(),
+        }
+    }
+
+    pub fn context_bytes(&self) -> u64 {
         self.shape.context_bytes.unwrap_or(0) * self.context
     }
 
@@ -385,7 +398,11 @@ impl Facts {
             true => memory::usable(self.free),
             false => self.free,
         };
-        let for_experts = for_experts.saturating_sub(others_here);
+        let beside = match setting.gpu {
+            None => self.beside_weights(),
+            Some(_) => 0,
+        };
+        let for_experts = for_experts.saturating_sub(others_here + beside);
         let share = for_experts as f64 / routed_here.max(1) as f64;
         if model.routed == 0.0 && others_here > self.free {
             return Err("the model does not fit into the free memory".into());

@@ -13,8 +13,9 @@ use memmap2::MmapMut;
 use sidecar_core::experts::{ExpertIndex, Routing};
 use sidecar_core::gguf::{self, Access, GgufFile};
 use sidecar_core::memory::free_memory;
+use sidecar_core::protocol::StreamFigures;
 use sidecar_core::stream::WINDOW;
-use sidecar_core::text;
+use sidecar_core::{summary, text};
 
 /// The bytes of a read.
 const PIECE: usize = WINDOW as usize;
@@ -26,8 +27,12 @@ const PERIOD: Duration = Duration::from_millis(200);
 const ROUNDS: usize = 5;
 
 /// Returns a name and a sentence for each finding about a model with routed experts, of which a token uses so many in each
-/// layer.
-pub fn describe(model: &Path, used: &[(u32, u64)]) -> Result<Vec<(&'static str, String)>> {
+/// layer, and whose program has had these figures.
+pub fn describe(
+    model: &Path,
+    used: &[(u32, u64)],
+    figures: &StreamFigures,
+) -> Result<Vec<(&'static str, String)>> {
     let files = gguf::open_model(model, Access::Read)?;
     let sizes = Sizes::of(&files, &used.iter().copied().collect());
     let mut lines = vec![("sizes", sizes.sentence())];
@@ -35,8 +40,15 @@ pub fn describe(model: &Path, used: &[(u32, u64)]) -> Result<Vec<(&'static str, 
         lines.push(("memory", "cannot read the free memory in /proc".into()));
         return Ok(lines);
     };
-    let share = sizes.share(free);
-    lines.push(("memory", memory_sentence(free, whose, share)));
+    let share = match figures.expert_bytes {
+        0 => sizes.share(free),
+        all => figures.fitting_bytes as f64 / all as f64,
+    };
+    let beside_context = summary::memory(figures);
+    lines.push((
+        "memory",
+        memory_sentence(free, whose, share, beside_context),
+    ));
     let largest = files.iter().max_by_key(|file| file.source.id().size);
     let largest = largest.expect("a model has a file").source.path();
     match Disk::measure(largest) {
@@ -150,11 +162,15 @@ impl Sizes {
     }
 }
 
-fn memory_sentence(free: u64, whose: &str, share: f64) -> String {
-    let free = format!("{whose} leaves {:.0} MB for the model", mb(free as f64));
-    match share >= 1.0 {
-        true => format!("{free}: all experts fit, so streaming would rest and gain nothing"),
-        false => format!("{free}: at most {:.0} % of the experts fit", 100.0 * share),
+/// `beside_context` is what is known of a run of the program.
+fn memory_sentence(free: u64, whose: &str, share: f64, beside_context: Option<String>) -> String {
+    let free = format!("{whose} leaves {:.0} MB for the program", mb(free as f64));
+    match beside_context {
+        Some(known) => format!("{free}: {known}"),
+        None if share >= 1.0 => {
+            format!("{free}: all experts fit, so streaming would rest and gain nothing")
+        }
+        None => format!("{free}: at most {:.0} % of the experts fit", 100.0 * share),
     }
 }
 
@@ -344,12 +360,12 @@ mod tests {
         assert_eq!(sizes.share(sizes.other_bytes - 1), 0.0);
         assert_eq!(sizes.share(sizes.other_bytes + 3 * EXPERT), 0.25);
         assert_eq!(sizes.share(u64::MAX), 1.0);
-        let sentence = memory_sentence(5_000_000, "the machine", 0.25);
+        let sentence = memory_sentence(5_000_000, "the machine", 0.25, None);
         assert_eq!(
             sentence,
-            "the machine leaves 5 MB for the model: at most 25 % of the experts fit"
+            "the machine leaves 5 MB for the program: at most 25 % of the experts fit"
         );
-        assert!(memory_sentence(1, "the machine", 1.0).contains("streaming would rest"));
+        assert!(memory_sentence(1, "the machine", 1.0, None).contains("streaming would rest"));
     }
 
     #[test]

@@ -159,6 +159,16 @@ figures! {
         Counter reading_seconds: f64 => "stream_reading_seconds_total",
         /// Bytes of experts in memory of the process, in place of the page cache.
         Gauge held_bytes: u64 => "stream_held_bytes",
+        /// Bytes of the routed experts of the model; 0 before the first evaluation has ended.
+        Gauge expert_bytes: u64 => "stream_expert_bytes",
+        /// Bytes of experts that fit into memory beside all else that the program needs.
+        Gauge fitting_bytes: u64 => "stream_fitting_bytes",
+        /// Bytes that are missing beside them where none fits.
+        Gauge missing_bytes: u64,
+        /// Tokens of the largest context of the model in host memory, if known.
+        Gauge context_tokens: u64,
+        /// Bytes of the keys and values of the largest context in host memory.
+        Gauge context_bytes: u64 => "stream_context_bytes",
         /// Whether (1) or not (0) all experts are in memory, so that only samples are checked.
         Gauge resting: bool => "stream_resting",
         /// Whether streaming has stopped because reading ahead had no effect.

@@ -85,6 +85,9 @@ pub enum Event {
     StreamStart {
         path: String,
         obstacle: Option<String>,
+        /// The figures then.
+        #[serde(default)]
+        figures: StreamFigures,
     },
     /// A model with routed experts was evaluated for the first time with post-fetch on. Its experts
     /// can be copied to a GPU unless there is an obstacle.

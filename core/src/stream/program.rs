@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 
 use super::pages::page_size;
+use crate::memory::usable;
 
 /// Pages that one call looks at.
 const PAGES: usize = 1 << 14;
@@ -47,6 +48,13 @@ impl Drop for Allocation {
 /// A buffer ends.
 pub fn buffer_freed(buffer: usize) {
     BUFFERS.lock().remove(&buffer);
+}
+
+/// Returns the bytes that experts may have in memory of the process, where they have `held` bytes and so many are free,
+/// and the model's other tensors and what was promised need others. The second number is what is missing for these.
+pub fn fitting(free: u64, held: u64, needed: u64) -> (u64, u64) {
+    let usable = held + usable(free);
+    (usable.saturating_sub(needed), needed.saturating_sub(usable))
 }
 
 /// Returns the bytes of buffers that have no memory yet. A buffer that has all of its memory is not looked at again.

@@ -631,7 +631,7 @@ impl Reader {
         self.shared.figures.layers.load(Ordering::Relaxed)
     }
 
-    /// Returns the figures since the reader was made.
+    /// Returns the figures since the reader was made, except those of the program's other memory.
     pub fn counts(&self) -> StreamFigures {
         let shared = &self.shared;
         let figures = &shared.figures;
@@ -639,6 +639,7 @@ impl Reader {
         let bytes = |figure: &AtomicU64| get(figure) * shared.page;
         let residents = shared.residents.as_ref();
         let (held_bytes, reading) = residents.map(Residents::figures).unwrap_or_default();
+        let fitting = residents.map(Residents::fitting).unwrap_or_default();
         StreamFigures {
             layers: get(&figures.layers),
             tokens: get(&figures.tokens),
@@ -658,8 +659,11 @@ impl Reader {
             waited_seconds: get(&figures.waited) as f64 * 1e-9,
             reading_seconds: reading.as_secs_f64(),
             held_bytes,
+            fitting_bytes: fitting.0,
+            missing_bytes: fitting.1,
             resting: shared.resting.load(Ordering::Relaxed),
             stopped: shared.stopped.load(Ordering::Relaxed),
+            ..StreamFigures::default()
         }
     }
 }

@@ -29,7 +29,7 @@ use super::program;
 use super::requests::{UNITS, Unit};
 use crate::descriptors::{Kept, read_to_string};
 use crate::experts::{ExpertIndex, ExpertSlice, ExpertTensor, Projection};
-use crate::memory::{free_memory, usable};
+use crate::memory::free_memory;
 
 /// What a use counts one token later: half after 16 tokens. A constant, because the drop-in links no
 /// library of mathematical functions.
@@ -169,6 +169,8 @@ pub struct Residents {
     all_bytes: u64,
     /// The most bytes that are here now.
     limit: AtomicU64,
+    /// The bytes that are missing for the program and the model's other tensors.
+    missing: AtomicU64,
     /// Whether the page cache can hold all that is absent.
     fits_page_cache: AtomicBool,
     /// Looks at page faults that found some.
@@ -228,6 +230,7 @@ impl Residents {
             most_pieces: most_mappings().saturating_sub(SPARE_MAPPINGS) / 2,
             all_bytes: sizes.iter().map(|size| *size as u64).sum(),
             limit: AtomicU64::new(0),
+            missing: AtomicU64::new(0),
             fits_page_cache: AtomicBool::new(false),
             looks: AtomicU32::new(1),
             unlooked: AtomicU64::new(0),
@@ -243,6 +246,18 @@ impl Residents {
     /// Returns the most bytes that may be here now.
     pub fn limit(&self) -> u64 {
         self.limit.load(Ordering::Relaxed)
+    }
+
+    /// Returns the bytes of experts that fit, also where the page cache has them, and the bytes that are missing where
+    /// none fits.
+    pub fn fitting(&self) -> (u64, u64) {
+        match self.fits_page_cache() {
+            true => (self.all_bytes, 0),
+            false => (
+                self.limit().min(self.all_bytes),
+                self.missing.load(Ordering::Relaxed),
+            ),
+        }
     }
 
     /// Returns the bytes that are here, and the time in which a disk was read.
@@ -577,13 +592,13 @@ impl Residents {
         let Some((free, _)) = free_memory() else {
             return;
         };
-        let promised = program::untouched();
+        let needed = self.mapped.others.saturating_add(program::untouched());
         let mut held = self.held.lock();
         if !held.may_map() {
             return;
         }
-        let others = self.mapped.others.saturating_add(promised);
-        let fits = (held.bytes + usable(free)).saturating_sub(others);
+        let (fits, missing) = program::fitting(free, held.bytes, needed);
+        self.missing.store(missing, Ordering::Relaxed);
         let limit = self.mapped.most.map_or(fits, |most| most.min(fits));
         self.limit.store(limit, Ordering::Relaxed);
         let cached = (held.bytes + free).saturating_sub(self.mapped.others);

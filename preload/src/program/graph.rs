@@ -1,6 +1,7 @@
 //! What a graph of the program reads.
 
 use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::ffi::{CStr, c_int};
 
 use sidecar_core::trace::Ids;
@@ -20,6 +21,8 @@ const COUNTED_INPUTS: [&CStr; 2] = [c"inp_tokens", c"inp_pos"];
 /// The start of the names of the keys in the cache. libllama of ik_llama.cpp compares the tensor
 /// that each node copies keys to with the cache.
 const KEYS: &[u8] = b"cache_k_l";
+/// The start of the names of the values in the cache.
+const VALUES: &[u8] = b"cache_v_l";
 
 /// A weight that a graph reads.
 pub struct UsedWeight {
@@ -183,6 +186,57 @@ impl GraphReads {
         let cached = self.cached.iter().filter(|of| !of.matrix.is_null());
         let weights = weights.map(|weight| (weight.tensor, weight.ids));
         weights.chain(cached.map(|of| (of.matrix, of.ids)))
+    }
+}
+
+/// Keys and values of a context.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Context {
+    /// Tokens that they are for, of all sequences; 0 if that is not known.
+    pub tokens: u64,
+    /// Bytes in host memory that grow with the tokens.
+    pub bytes: u64,
+}
+
+impl Context {
+    /// Finds the context that a graph reads and writes: tensors named `cache_k_l<layer>` and `cache_v_l<layer>` of
+    /// numbers, tokens and sequences. A layer with a window of attention has fewer tokens, which do not count.
+    ///
+    /// # Safety
+    ///
+    /// A live graph of this copy.
+    pub unsafe fn of(ggml: &Ggml, graph: *mut Graph) -> Context {
+        let (f, layout) = (&ggml.f, &ggml.layout);
+        let mut caches: BTreeMap<usize, (u64, u64)> = BTreeMap::new();
+        // SAFETY: nodes of a live graph are live tensors, and so are what they are views of and its buffer.
+        unsafe {
+            for at in 0..(f.ggml_graph_n_nodes)(graph) {
+                let viewed: *mut Tensor =
+                    layout.read((f.ggml_graph_node)(graph, at), layout.view_src);
+                if viewed.is_null() {
+                    continue;
+                }
+                let name = name(ggml, viewed);
+                let buffer: *mut Buffer = layout.read(viewed, layout.buffer);
+                let is_cache = name.starts_with(KEYS) || name.starts_with(VALUES);
+                if !is_cache || buffer.is_null() || !(f.ggml_backend_buffer_is_host)(buffer) {
+                    continue;
+                }
+                let ne: [i64; 4] = layout.read(viewed, layout.ne);
+                // ik_llama.cpp has values in one dimension, and keys of each head in a row.
+                if ne[1] == 1 {
+                    return Context::default();
+                }
+                let tokens = ne[1].max(0) as u64 * ne[2].max(1) as u64;
+                caches.insert(viewed as usize, (tokens, (f.ggml_nbytes)(viewed) as u64));
+            }
+        }
+        let tokens = caches.values().map(|of| of.0).max().unwrap_or(0);
+        let whole = caches.values().filter(|of| of.0 == tokens);
+        Context {
+            tokens,
+            bytes: whole.map(|of| of.1).sum(),
+        }
     }
 }
 

@@ -4,16 +4,16 @@
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
 use sidecar_core::config::{Config, ExpertStream};
 use sidecar_core::experts::ExpertName;
-use sidecar_core::memory::{free_memory, usable};
+use sidecar_core::memory::free_memory;
 use sidecar_core::protocol::{Event, NoEffect, StreamFigures};
-use sidecar_core::stream::program::Allocation;
+use sidecar_core::stream::program::{self, Allocation};
 use sidecar_core::stream::{Mapped, Matrices, Reader, Settings};
 use sidecar_core::text;
 use sidecar_core::trace::{self, Ids};
@@ -23,9 +23,10 @@ use crate::process::journal;
 use crate::process::maps::Maps;
 use crate::program::barrier::ModelSet;
 use crate::program::capability::{Capability, Effect};
+use crate::program::graph::Context;
 use crate::program::models::{Instance, Model};
 use crate::program::routing::{self, Ranked, Routed};
-use crate::program::sched::Scheduler;
+use crate::program::sched::{Allocated, Scheduler};
 use crate::program::weight_copies::{self, WeightCopy};
 use crate::streaming::load;
 
@@ -55,8 +56,19 @@ struct Stream {
     mapped: Vec<MappedMatrix>,
     /// The position of the layer of which a scheduler copied a matrix last.
     copied: AtomicUsize,
-    /// Whether the journal has its start.
-    noted: AtomicBool,
+    /// Bytes of the experts, and of the model's other mapped tensors.
+    bytes: (u64, u64),
+    /// The largest context that a graph of the model has, until the first evaluation has ended.
+    context: Mutex<Context>,
+    /// What is known since the first evaluation has ended.
+    started: OnceLock<Started>,
+}
+
+/// What is known of a model's memory once an evaluation has ended.
+struct Started {
+    context: Context,
+    /// Bytes of experts that fit then, and that are missing where none fits.
+    fitting: (u64, u64),
 }
 
 /// Where a matrix of the experts of a layer is mapped.
@@ -154,8 +166,21 @@ impl Capability for Streaming {
 
     fn evaluation_ended(&self, scheduler: &Scheduler) {
         for stream in STREAMS.read().iter() {
-            if !stream.noted.load(Ordering::Relaxed) && scheduler.reads(stream.set) {
+            if stream.started.get().is_none() && scheduler.reads(stream.set) {
                 stream.note_start();
+            }
+        }
+    }
+
+    fn graph_allocated(&self, scheduler: &Scheduler, graph: &Allocated, _keeps: bool) {
+        for stream in STREAMS.read().iter() {
+            if stream.started.get().is_none() && scheduler.reads(stream.set) {
+                // SAFETY: the graph is live, and of the scheduler's copy.
+                let found = unsafe { Context::of(scheduler.ggml(), graph.graph) };
+                let mut context = stream.context.lock();
+                if found.bytes > context.bytes {
+                    *context = found;
+                }
             }
         }
     }
@@ -319,7 +344,26 @@ impl Stream {
     fn add_to(&self, figures: &mut BTreeMap<String, (u64, StreamFigures)>) {
         let (model, sum) = figures.entry(self.path.clone()).or_default();
         *model = self.model;
-        sum.add(&self.reader.counts());
+        sum.add(&self.figures());
+    }
+
+    fn figures(&self) -> StreamFigures {
+        let figures = self.reader.counts();
+        let Some(started) = self.started.get() else {
+            return figures;
+        };
+        let (fitting_bytes, missing_bytes) = match self.reader.is_in_memory() {
+            true => (figures.fitting_bytes, figures.missing_bytes),
+            false => started.fitting,
+        };
+        StreamFigures {
+            expert_bytes: self.bytes.0,
+            fitting_bytes,
+            missing_bytes,
+            context_tokens: started.context.tokens,
+            context_bytes: started.context.bytes,
+            ..figures
+        }
     }
 
     /// Notes in the journal that layers are scheduled, or why none is. A first evaluation without
@@ -331,11 +375,16 @@ impl Stream {
             false if routing::is_unknown() => Some(NOT_UNDERSTOOD),
             false => return,
         };
-        self.noted.store(true, Ordering::Relaxed);
+        let (experts, others) = self.bytes;
+        let (fitting, missing) = fitting(others);
+        let _ = self.started.set(Started {
+            context: *self.context.lock(),
+            fitting: (fitting.min(experts), missing),
+        });
         if let Some(obstacle) = obstacle {
             log::warn!("{}: {obstacle}", self.path);
         }
-        note_start(&self.path, obstacle.map(str::to_owned));
+        note_start(&self.path, obstacle.map(str::to_owned), self.figures());
     }
 }
 
@@ -347,6 +396,7 @@ fn start(model: &Arc<Model>) {
         return journal::note_once(|| Event::StreamStart {
             path,
             obstacle: Some(FITS.into()),
+            figures: StreamFigures::default(),
         });
     }
     let Some(memory) = load::expert_memory(model) else {
@@ -362,7 +412,7 @@ fn start(model: &Arc<Model>) {
                 model.kept_out.len()
             );
         }
-        note_start(&path, Some(obstacle));
+        note_start(&path, Some(obstacle), StreamFigures::default());
         return;
     }
     load::finish(model);
@@ -374,8 +424,9 @@ fn start(model: &Arc<Model>) {
         look_ahead_bytes: Settings::look_ahead_in(free_memory().map(|(bytes, _)| bytes)),
     };
     let files: Vec<_> = model.files.iter().map(|file| &file.gguf).collect();
-    let mapped = mapped(model);
-    let reader = match needs_memory(model, &mapped) {
+    let (mapped, experts) = mapped(model);
+    let bytes = (experts, mapped.others);
+    let reader = match needs_memory(model, &mapped, experts) {
         // SAFETY: the program unmaps its files after it has freed the tensors, and the reader ends before.
         true => unsafe { Reader::in_memory(&files, settings, mapped) },
         false => Reader::new(&files, settings, |expert| {
@@ -394,7 +445,9 @@ fn start(model: &Arc<Model>) {
                 reader,
                 mapped,
                 copied: AtomicUsize::new(usize::MAX),
-                noted: AtomicBool::new(false),
+                bytes,
+                context: Mutex::default(),
+                started: OnceLock::new(),
             });
             if let Some(stream) = of_model(&STREAMS.read(), model) {
                 read_hottest(&stream.reader);
@@ -404,7 +457,8 @@ fn start(model: &Arc<Model>) {
             log::warn!(
                 "{path}: cannot stream its experts: {error}; the program reads them as without streaming"
             );
-            note_start(&path, Some(format!("cannot stream its experts: {error}")));
+            let obstacle = format!("cannot stream its experts: {error}");
+            note_start(&path, Some(obstacle), StreamFigures::default());
         }
     }
 }
@@ -429,8 +483,8 @@ fn read_hottest(reader: &Reader) {
     }
 }
 
-/// Returns where the tensors of a model are mapped.
-fn mapped(model: &Model) -> Mapped {
+/// Returns where the tensors of a model are mapped, and the bytes of its mapped experts.
+fn mapped(model: &Model) -> (Mapped, u64) {
     let lengths = model
         .files
         .iter()
@@ -442,6 +496,7 @@ fn mapped(model: &Model) -> Mapped {
         most: Config::get().expert_stream_memory,
         ..Mapped::default()
     };
+    let mut experts = 0;
     for tensor in &model.tensors {
         let mut instances = tensor.instances.iter();
         let Some(instance) = instances.find(|instance| instance.mapped) else {
@@ -449,6 +504,7 @@ fn mapped(model: &Model) -> Mapped {
         };
         match instance.has_experts {
             true => {
+                experts += model.info(tensor).nbytes;
                 let address = instance.original.data as usize;
                 mapped
                     .tensors
@@ -457,12 +513,12 @@ fn mapped(model: &Model) -> Mapped {
             false => mapped.others += model.info(tensor).nbytes,
         }
     }
-    mapped
+    (mapped, experts)
 }
 
 /// Whether the experts of a model do not fit into the free memory, or into what the user allows, and can be kept in memory of the process
 /// instead of the page cache: they are in plain mappings of their files.
-fn needs_memory(model: &Model, mapped: &Mapped) -> bool {
+fn needs_memory(model: &Model, mapped: &Mapped, experts: u64) -> bool {
     // Post-fetch copies experts before the reader has them.
     if Config::get().program_postfetch.is_used() {
         return false;
@@ -472,7 +528,6 @@ fn needs_memory(model: &Model, mapped: &Mapped) -> bool {
         return false;
     }
     let maps = Maps::read();
-    let mut bytes = 0;
     for tensor in &model.tensors {
         let info = model.info(tensor);
         let mut instances = tensor
@@ -481,15 +536,20 @@ fn needs_memory(model: &Model, mapped: &Mapped) -> bool {
             .filter(|of| of.mapped && of.has_experts);
         let is_plain =
             |of: &Instance| maps.has_plain(of.original.data as usize, info.nbytes, info.offset);
-        if !instances.clone().all(is_plain) {
+        if !instances.all(is_plain) {
             return false;
         }
-        bytes += instances.next().map_or(0, |_| info.nbytes);
     }
-    let free = free_memory().map_or(u64::MAX, |(free, _)| usable(free));
-    let fit = free.saturating_sub(mapped.others);
+    let (fit, _) = fitting(mapped.others);
     let most = mapped.most.unwrap_or(u64::MAX);
-    most > 0 && bytes > fit.min(most)
+    most > 0 && experts > fit.min(most)
+}
+
+/// Returns the bytes of experts that fit beside a model's other tensors and what the program has allocated, and the bytes
+/// that are missing for these.
+fn fitting(others: u64) -> (u64, u64) {
+    let free = free_memory().map_or(u64::MAX, |(free, _)| free);
+    program::fitting(free, 0, others.saturating_add(program::untouched()))
 }
 
 /// Returns where expert matrices are mapped, ascending.
@@ -518,16 +578,17 @@ fn addresses(model: &Model, reader: &Reader) -> Vec<MappedMatrix> {
 /// Returns the figures of a model, if its experts are streamed.
 pub fn figures(model: &Model) -> Option<StreamFigures> {
     let streams = STREAMS.read();
-    Some(of_model(&streams, model)?.reader.counts())
+    Some(of_model(&streams, model)?.figures())
 }
 
 /// Notes in the journal whether the experts of a model are streamed.
-fn note_start(path: &str, obstacle: Option<String>) {
+fn note_start(path: &str, obstacle: Option<String>, figures: StreamFigures) {
     if let Some(obstacle) = &obstacle {
         EFFECT.note_obstacle(format!("nothing was streamed: {path}: {obstacle}"));
     }
     journal::note_once(|| Event::StreamStart {
         path: path.to_owned(),
         obstacle,
+        figures,
     });
 }
