@@ -54,8 +54,6 @@ struct Entry {
     stamps: Vec<(u64, i64)>,
     wanted: Measure,
     found: Measured,
-    #[serde(default)]
-    disturbed: Option<f64>,
 }
 
 /// What was measured with the program's ggml.
@@ -93,16 +91,34 @@ pub fn measure(
     if let Some(known) = entries.iter().find(|of| is_same(of)).filter(|_| !again) {
         return Ok(Found {
             measured: known.found.clone(),
-            disturbed: known.disturbed,
+            disturbed: None,
             is_kept: true,
             path: KEPT.path(),
         });
     }
-    let since = Since::now();
     let late = || format!("the measurement did not end after {} s", LONGEST.as_secs());
-    let (measured, _) = run(of, &program, &wanted, LONGEST, late)?;
-    let share = since.and_then(|since| since.share());
-    let disturbed = share.filter(|share| *share > DISTURBED);
+    let once = || {
+        let since = Since::now();
+        let (measured, _) = run(of, &program, &wanted, LONGEST, late)?;
+        let share = since.and_then(|since| since.share());
+        anyhow::Ok((measured, share.filter(|share| *share > DISTURBED)))
+    };
+    let (mut measured, mut disturbed) = once()?;
+    if disturbed.is_some() {
+        progress("other programs used the processors meanwhile: measuring once more");
+        let (later, share) = once()?;
+        if share < disturbed {
+            (measured, disturbed) = (later, share);
+        }
+    }
+    if disturbed.is_some() {
+        return Ok(Found {
+            measured,
+            disturbed,
+            is_kept: false,
+            path: None,
+        });
+    }
     entries.retain(|of| !is_same(of));
     entries.push(Entry {
         machine: kept::machine(),
@@ -110,11 +126,10 @@ pub fn measure(
         stamps,
         wanted,
         found: measured.clone(),
-        disturbed,
     });
     Ok(Found {
         measured,
-        disturbed,
+        disturbed: None,
         is_kept: false,
         path: KEPT.write(entries)?,
     })
