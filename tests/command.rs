@@ -438,6 +438,29 @@ fn the_wrapper_reports_evaluations_and_reloads_at_the_end() {
 }
 
 #[test]
+fn what_is_no_socket_is_explained() {
+    for (words, reason) in [
+        (
+            &["top", "--samples", "1", "--socket", "/nowhere"][..],
+            "no program answers",
+        ),
+        (&["status", "--socket", "/dev/null"], "it is no socket"),
+        (
+            &["metrics", "--socket", "/nowhere/*"],
+            "'metrics --listen' alone",
+        ),
+        (
+            &["reload", "--socket", "/nowhere", "--server", "127.0.0.1:1"],
+            "http://127.0.0.1:1",
+        ),
+    ] {
+        let (text, status) = command_line(words, "");
+        assert_eq!(status.code(), Some(1), "{text}");
+        assert!(text.contains(reason), "{reason}: {text}");
+    }
+}
+
+#[test]
 fn without_options_run_uses_what_a_comparison_has_found() {
     let folder = tempfile::tempdir().expect("a folder");
     let data = folder.path().join("llama-sidecar");

@@ -405,6 +405,7 @@ fn a_swap_of_the_file_quantises_as_llama_quantize_does() {
     );
     let (succeeded, text) = swap(&["--as", "q8_0", "--dry-run"]);
     assert!(succeeded && text.contains("f16 -> q8_0"), "{text}");
+    assert!(text.contains("dry run: nothing was changed"), "{text}");
     let (succeeded, text) = swap(&["--as", "q8_0", "--ggml", "/no/library"]);
     assert!(
         !succeeded && text.contains("cannot open /no/library"),
@@ -414,6 +415,10 @@ fn a_swap_of_the_file_quantises_as_llama_quantize_does() {
 
     let (succeeded, text) = swap(&["--as", "q8_0"]);
     assert!(succeeded, "{text}");
+    assert!(
+        text.contains("done; undo it with: llama-sidecar swap "),
+        "{text}"
+    );
     let expected = small.path("expected.gguf");
     quantize(&small.model, &expected, "Q8_0", &[]);
     let (old, found, expected) = (tensors(&small.model), tensors(&model), tensors(&expected));

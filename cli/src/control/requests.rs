@@ -209,7 +209,7 @@ pub fn reload(at: &Control, server: &ServerOptions) -> Result<()> {
 /// Fails if a reply reports a failure.
 fn done(answer: &Value) -> Result<()> {
     let reply: Reply = parsed(answer)?;
-    if !reply.ok {
+    if !reply.ok || reply.error.is_some() {
         let reasons = "not everything was used: see the reasons above, or run with --json";
         bail!("{}", reply.error.as_deref().unwrap_or(reasons));
     }
@@ -389,6 +389,15 @@ fn connect(socket: &Path, request: &Request, time: Option<Duration>) -> Result<U
             },
             ErrorKind::WouldBlock => {
                 "the program is stopped, or too many clients wait: try again".into()
+            }
+            _ if socket
+                .metadata()
+                .is_ok_and(|of| !of.file_type().is_socket()) =>
+            {
+                "it is no socket: name that of a running program, see 'run --socket'".into()
+            }
+            _ if text::path(socket).contains('*') => {
+                "a pattern can be used with 'metrics --listen' alone".into()
             }
             _ => {
                 let flags = flags_for(request);

@@ -69,7 +69,10 @@ impl ServerOptions {
             .timeout_connect(Some(Duration::from_secs(10)))
             .timeout_global(Some(Duration::from_secs(self.slot_timeout.max(1))));
         let mut server = Server {
-            url: url.trim_end_matches('/').to_owned(),
+            url: match url.contains("://") {
+                true => url.trim_end_matches('/').to_owned(),
+                false => format!("http://{}", url.trim_end_matches('/')),
+            },
             key: self.api_key.clone(),
             agent: config.build().into(),
             slots: 0,

@@ -17,6 +17,7 @@ use sidecar_core::text;
 
 use crate::control::{self, Control, Limit, server};
 use crate::interruption;
+use crate::launch::child::quoted;
 use crate::launch::executable::Executable;
 use crate::launch::hooks;
 use crate::space::{self, Need};
@@ -246,6 +247,14 @@ pub fn run(options: &SwapOptions) -> Result<()> {
         (None, None) => bail!("name a model, or a socket with --live"),
     };
     let changed = swap(model, options, source.as_ref())?;
+    match options.restore {
+        _ if !changed => {}
+        true => println!("done: the original tensors are back"),
+        false => println!(
+            "done; undo it with: llama-sidecar swap {} --restore",
+            quoted(model.as_os_str())
+        ),
+    }
     match &options.reload {
         Some(socket) if changed => {
             control::reload(&options.at(socket), &server::ServerOptions::default())
@@ -475,6 +484,7 @@ fn carry_out(plan: Plan<'_>, options: &SwapOptions) -> Result<bool> {
         need.check()?;
     }
     if options.dry_run {
+        println!("dry run: nothing was changed");
         return Ok(false);
     }
     let mut written = Vec::new();

@@ -7,6 +7,7 @@ use sidecar_core::protocol::{Overlay, Request};
 use sidecar_core::text;
 
 use crate::control::{self, Control};
+use crate::launch::child::quoted;
 
 /// Sets overlays: the tensors that match take type and bytes from another model. `named` is the
 /// model that the user named, from which `from` may be quantised.
@@ -16,7 +17,12 @@ pub fn set(at: &Control, tensor: &str, from: &Path, named: &Path) -> Result<()> 
         from: absolute(from)?,
         named: (from != named).then(|| absolute(named)).transpose()?,
     };
-    send(at, None, vec![overlay])
+    send(at, None, vec![overlay])?;
+    if !at.json {
+        let socket = quoted(at.socket.as_os_str());
+        println!("undo it with: llama-sidecar swap --live {socket} --restore");
+    }
+    Ok(())
 }
 
 /// Returns a path for a request, which has text only.

@@ -81,6 +81,8 @@ fn print(mut programs: Vec<Program>, interval: Duration, samples: Option<u64>) -
         }
         number += 1;
         if samples.is_some_and(|samples| number >= samples) {
+            let answers = programs.iter().any(|program| program.now.is_ok());
+            ensure!(answers, "no program answers");
             return Ok(());
         }
         std::thread::sleep(interval);
