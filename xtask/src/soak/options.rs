@@ -15,6 +15,7 @@ pub fn options(outputs: &Path, slots: usize) -> Options {
         ("LLAMA_HOTSWAP_POLL_MS", POLL_MS.into()),
         ("LLAMA_SIDECAR_LOG", "info".into()),
         ("LLAMA_EXPERT_STREAM", "on".into()),
+        ("LLAMA_EXPERT_MASKS", "1".into()),
         ("LLAMA_EXPERT_TRACE_STATS", "1".into()),
         ("LLAMA_EXPERT_TRACE_OUTPUT", output("t.json")),
         ("LLAMA_EXPERT_TRACE_EVERY_S", "1".into()),

@@ -43,6 +43,7 @@ pub struct Steps<'a> {
     stopped: u64,
     full: u64,
     reverted: u64,
+    masked: u64,
     cut_short: Refused,
     preallocated: Refused,
 }
@@ -79,6 +80,7 @@ impl<'a> Steps<'a> {
             stopped: 0,
             full: 0,
             reverted: 0,
+            masked: 0,
             cut_short: Refused::default(),
             preallocated: Refused::default(),
         }
@@ -101,6 +103,7 @@ impl<'a> Steps<'a> {
         self.full_disk()?;
         self.swap_by_command()?;
         self.storm()?;
+        self.mask()?;
         self.revert()
     }
 
@@ -124,6 +127,7 @@ impl<'a> Steps<'a> {
             ("stops and continuations", self.stopped.to_string()),
             ("swaps on a full disk that failed", full),
             ("reverts to the originals", self.reverted.to_string()),
+            ("masks of experts, removed again", self.masked.to_string()),
         ];
         figures.map(|(name, value)| (name.into(), value)).into()
     }
@@ -338,6 +342,28 @@ impl<'a> Steps<'a> {
 }
 
 impl Steps<'_> {
+    /// Masks experts of a layer for some time. Afterwards the server has its model again.
+    fn mask(&mut self) -> Result<()> {
+        let socket = self.server.socket().to_string_lossy().into_owned();
+        let masks = || self.server.control("status")["models"][0]["masks"].clone();
+        for (options, layers) in [
+            (&["--layer", "0", "--experts", "0-2"][..], 1),
+            (&["--clear"], 0),
+        ] {
+            self.load.tell(None, false);
+            let said = self.command(&[&["mask", "--socket", &socket], options].concat())?;
+            ensure!(said.status.success(), "llama-sidecar mask: {said:?}");
+            let found = masks().as_array().map_or(0, Vec::len);
+            if found != layers {
+                let what = format!("expected {layers} layers, found {found}");
+                self.failures.add("masks", what);
+            }
+            self.dwell();
+        }
+        self.masked += 1;
+        self.confirm(0)
+    }
+
     /// Swaps, returns everything by command, and lets files be reloaded again.
     fn revert(&mut self) -> Result<()> {
         self.load.tell(None, false);
