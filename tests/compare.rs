@@ -392,10 +392,15 @@ fn options_that_cannot_be_used_are_refused_before_the_program_starts() {
     let options = [
         ("--no-such-flag", "--no-such-flag"),
         ("--stream-memory=none", "expected a number"),
-        ("--logits-hashes /nowhere/hashes", "cannot write /nowhere"),
+        ("--expert-trace-output /nowhere/t", "cannot write /nowhere"),
         ("--stream-trace /nowhere/t.json", "/nowhere/t.json"),
         ("--stream-prefer 0.5", "--accept-changed-results"),
         ("--socket /dev/null", "is no socket"),
+        ("-- ls", "expected options of 'run'"),
+        ("--page-lock ls", "expected options of 'run'"),
+        ("--dry-run", "expected options of 'run'"),
+        ("--logits-hashes x", "compare uses itself"),
+        ("", "names no option"),
     ];
     for (option, reason) in options {
         let found = compare(&["--with", option], &["/nowhere/program"]);

@@ -540,6 +540,10 @@ fn a_list_is_measured() {
             "is named twice",
         ),
         (
+            &["--text", TEXT, "--report", TEXT, "--force"],
+            "is read, and would be replaced",
+        ),
+        (
             &["--text", TEXT, "--", "-m", "other.gguf"],
             "names another model",
         ),

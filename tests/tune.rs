@@ -443,6 +443,10 @@ fn a_goal_a_group_and_a_text_are_checked_first() {
     };
     let text = refused("/nowhere/text", &["--types", "q8_0"]);
     assert!(text.contains("cannot use the text /nowhere"), "{text}");
+    let fifo = small.path("fifo");
+    done(Command::new("mkfifo").arg(&fifo));
+    let text = refused(fifo.to_str().expect("a name"), &["--types", "q8_0"]);
+    assert!(text.contains("it is not a regular file"), "{text}");
     let text = refused(TEXT, &["--types", "q8_0", "--bpw", "0.5"]);
     assert!(text.contains("no mix of these types is as small"), "{text}");
     let text = refused(TEXT, &["--types", "q8_0", "--group", "attn_q"]);

@@ -150,6 +150,12 @@ pub fn run(options: &MarginsOptions) -> Result<()> {
     if let Some(path) = &options.report {
         // Not after the measurements.
         options.outputs.check(path, &page::start(TITLE))?;
+        let real = |path: &PathBuf| path.canonicalize().ok();
+        let is_text = real(path).is_some() && real(path) == real(&options.text);
+        ensure!(
+            !is_text,
+            "--report names the text, which would be replaced: name another path"
+        );
     }
     let model = open_model(&options.model, Access::Read)
         .with_context(|| format!("cannot read the model {}", text::path(&options.model)))?;

@@ -187,7 +187,12 @@ impl Comparison {
             }
         };
         for flags in &ways {
+            ensure!(!flags.is_empty(), "--with names no option of 'run'");
             let prepared = Prepared::new(&RunOptions::with(flags, words)?)?;
+            ensure!(
+                prepared.config.logits_hashes.is_none(),
+                "--with has --logits-hashes, which compare uses itself: leave it out"
+            );
             let check = prepared.check_measured();
             check.with_context(|| format!("cannot compare {}", flags.join(" ")))?;
         }

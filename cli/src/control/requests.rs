@@ -139,7 +139,11 @@ pub fn run(at: &Control, request: &Request) -> Result<()> {
                     (false, _) => {}
                 }
                 for LayerMask { layer, experts } in masks {
-                    writeln!(out, "layer {layer}: masked {}", mask::text(experts))?;
+                    let found = match experts.is_empty() {
+                        true => "none".into(),
+                        false => mask::text(experts),
+                    };
+                    writeln!(out, "layer {layer}: masked {found}")?;
                 }
             }
             Request::Prefer { margin } => writeln!(

@@ -1,10 +1,10 @@
 //! Base logits, as llama-perplexity writes them for a text.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use sidecar_core::files;
 use sidecar_core::gguf::GgufFile;
 use sidecar_core::text;
 
@@ -32,7 +32,7 @@ impl Base {
     /// Reads the sizes.
     pub fn read(path: &Path) -> Result<Base> {
         let mut start = [0; START];
-        let read = File::open(path).and_then(|mut file| file.read_exact(&mut start));
+        let read = files::open(path).and_then(|mut file| file.read_exact(&mut start));
         read.with_context(|| format!("cannot read {}", text::path(path)))?;
         let number = |at: usize| {
             u32::from_le_bytes([start[at], start[at + 1], start[at + 2], start[at + 3]])

@@ -147,7 +147,7 @@ impl Program {
 
     /// Fails if a text cannot be evaluated. A token has at least one byte.
     fn check_text(&self, text: &Path) -> Result<()> {
-        let found = File::open(text)?.metadata()?;
+        let found = files::open(text)?.metadata()?;
         ensure!(
             found.is_file(),
             "it is not a regular file, and more than one process reads it"

@@ -164,7 +164,14 @@ impl RunOptions {
             let text = error.to_string();
             anyhow!("{}", text.lines().next().unwrap_or_default())
         })?;
-        Ok(parsed.options)
+        let options = parsed.options;
+        let flags: Vec<String> = flags.iter().map(|flag| quoted(flag.as_ref())).collect();
+        ensure!(
+            options.command == command && !options.dry_run,
+            "expected options of 'run' for a program that runs, found '{}'",
+            flags.join(" ")
+        );
+        Ok(options)
     }
 }
 
@@ -203,7 +210,8 @@ impl Prepared {
         let config = &self.config;
         ensure!(
             config.expert_stream_prefer.is_none() || config.preference().is_some(),
-            "--stream-prefer changes results: also pass --accept-changed-results, after 'llama-sidecar margins' has measured by how much"
+            "{} was not started: --stream-prefer changes results: also pass --accept-changed-results, after 'llama-sidecar margins' has measured by how much",
+            text::path(Path::new(&self.words[0]))
         );
         if let Some(sentence) = config.unwritable().into_iter().next() {
             bail!("{sentence}");
@@ -293,9 +301,7 @@ pub fn run(options: &RunOptions) -> Result<()> {
     }
     let program = prepared.program()?;
     let config = &prepared.config;
-    prepared
-        .check()
-        .with_context(|| format!("{} was not started", text::path(&program.path)))?;
+    prepared.check()?;
     let journal = match proof::failure(&prepared.preload) {
         Some(failure) => {
             eprintln!(

@@ -98,11 +98,16 @@ pub fn run(options: &PruneOptions) -> Result<()> {
         let beside = || Some(folder_of(path).canonicalize().ok()?.join(path.file_name()?));
         path.canonicalize().ok().or_else(beside)
     };
-    let mut paths: Vec<PathBuf> = all
-        .iter()
-        .map(|(path, _)| real(path).unwrap_or_else(|| (*path).clone()))
-        .collect();
+    let real = |path: &PathBuf| real(path).unwrap_or_else(|| path.clone());
+    let mut paths: Vec<PathBuf> = all.iter().map(|(path, _)| real(path)).collect();
     paths.sort_unstable();
+    let mut inputs = options.search.inputs().chain(&options.experts);
+    if let Some(input) = inputs.find(|path| paths.contains(&real(path))) {
+        bail!(
+            "{} is read, and would be replaced: name another path for what is written",
+            text::path(input)
+        );
+    }
     if let Some(twice) = paths.windows(2).find(|pair| pair[0] == pair[1]) {
         bail!(
             "{} is named twice: each file needs a path of its own",

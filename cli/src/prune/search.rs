@@ -78,6 +78,13 @@ pub struct SearchOptions {
     evaluation: EvaluationOptions,
 }
 
+impl SearchOptions {
+    /// The files that are read.
+    pub fn inputs(&self) -> impl Iterator<Item = &PathBuf> {
+        [&self.text, &self.check, &self.trace].into_iter().flatten()
+    }
+}
+
 /// Experts of each layer, those that contribute least first.
 type Order = BTreeMap<u32, Vec<u32>>;
 

@@ -4,9 +4,10 @@ use std::mem::ManuallyDrop;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use ratatui::Frame;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
+use ratatui::crossterm::terminal::size;
 use ratatui::layout::{Constraint, Layout};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::Line;
@@ -23,12 +24,15 @@ use crate::top::programs::{Action, Programs};
 const TICK: Duration = Duration::from_millis(200);
 /// Uses of an expert, from none to the most of its layer.
 const LEVELS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+/// The most characters of a terminal.
+const MOST_CELLS: u32 = 4_000_000;
 const KEYS: &str = "q quit   Tab next program   r reload   v revert and freeze   u unfreeze";
 
 const NOT_COUNTED: &str = "start the program with --expert-trace-stats to see its experts by layer";
 
 /// Shows programs until a key or a signal ends it, or so many samples were taken.
 pub fn show(programs: Programs, interval: Duration, samples: Option<u64>) -> Result<()> {
+    check_size()?;
     let ended = programs.watch(interval, samples);
     interruption::on_signals(|signal| {
         if interruption::note(signal) {
@@ -47,6 +51,16 @@ pub fn show(programs: Programs, interval: Duration, samples: Option<u64>) -> Res
     let _ = terminal.show_cursor();
     restore();
     shown
+}
+
+/// Fails if a terminal states a size that no screen has: each cell takes memory.
+fn check_size() -> Result<()> {
+    let (columns, lines) = size()?;
+    ensure!(
+        u32::from(columns) * u32::from(lines) <= MOST_CELLS,
+        "the terminal has {columns} columns and {lines} lines: use at most {MOST_CELLS} characters, or write to a file or a pipe"
+    );
+    Ok(())
 }
 
 /// Gives the terminal back as it was, if it is still there.
@@ -78,6 +92,7 @@ impl Screen {
             if let Ok(message) = self.done.1.try_recv() {
                 self.message = message;
             }
+            check_size()?;
             terminal.draw(|frame| self.draw(frame))?;
             let is_ended = ended.try_recv() == Err(TryRecvError::Disconnected);
             if is_ended || interruption::signal().is_some() {
