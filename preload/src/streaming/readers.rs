@@ -2,7 +2,7 @@
 //! as their layer is routed.
 
 use std::cell::Cell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -581,14 +581,18 @@ pub fn figures(model: &Model) -> Option<StreamFigures> {
     Some(of_model(&streams, model)?.figures())
 }
 
-/// Notes in the journal whether the experts of a model are streamed.
+/// Notes in the journal, once, whether the experts of a model are streamed. The figures differ with each load of it.
 fn note_start(path: &str, obstacle: Option<String>, figures: StreamFigures) {
     if let Some(obstacle) = &obstacle {
         EFFECT.note_obstacle(format!("nothing was streamed: {path}: {obstacle}"));
     }
-    journal::note_once(|| Event::StreamStart {
-        path: path.to_owned(),
-        obstacle,
-        figures,
-    });
+    static NOTED: Mutex<BTreeSet<(String, Option<String>)>> = Mutex::new(BTreeSet::new());
+    let path = path.to_owned();
+    if NOTED.lock().insert((path.clone(), obstacle.clone())) {
+        journal::note(|| Event::StreamStart {
+            path,
+            obstacle,
+            figures,
+        });
+    }
 }
