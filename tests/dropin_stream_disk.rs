@@ -175,8 +175,9 @@ fn a_comparison_finds_that_streaming_is_faster() {
     assert!(text.contains("LLAMA_EXPERT_STREAM=auto"), "{text}");
 }
 
-/// Returns the first and the last figures of a program whose context has so many tokens.
-fn figures_with(context: u64, limit: &MemoryLimit) -> [Value; 2] {
+/// Returns the first and the last figures of a program whose context has so many tokens, and which may have so much memory
+/// for experts.
+fn figures_with(context: u64, mib: &str, limit: &MemoryLimit) -> [Value; 2] {
     let journal = tempfile::NamedTempFile::new().expect("a file");
     let mut command = plain_command(llama_cpp("llama-completion"));
     command.arg("--model").arg(fixture("moe.gguf"));
@@ -184,6 +185,7 @@ fn figures_with(context: u64, limit: &MemoryLimit) -> [Value; 2] {
     command.args(["-no-cnv", "-t", "2", "-c", &context.to_string()]);
     command.env("LD_PRELOAD", preload_library());
     command.env("LLAMA_EXPERT_STREAM", "auto");
+    command.env("LLAMA_EXPERT_STREAM_MEMORY_MB", mib);
     command.env("LLAMA_SIDECAR_JOURNAL", journal.path());
     limit.apply(&mut command);
     let output = command.stdin(Stdio::null()).output().expect("it starts");
@@ -202,7 +204,7 @@ fn figures_with(context: u64, limit: &MemoryLimit) -> [Value; 2] {
 fn what_fits_beside_a_context_is_known_for_a_smaller_one() {
     let limit = MemoryLimit::new(400 << 20).expect("a control group");
     let found = [512, 2048, 8192].map(|tokens| {
-        let [first, last] = figures_with(tokens, &limit);
+        let [first, last] = figures_with(tokens, "auto", &limit);
         assert_eq!(first["context_tokens"], tokens, "{first}");
         let count = |figures: &Value, name| count(figures, name) as f64;
         let (fits, all) = (
@@ -221,6 +223,11 @@ fn what_fits_beside_a_context_is_known_for_a_smaller_one() {
         assert!((predicted - fits).abs() < 0.02 * all, "{found:?}");
     }
     assert_eq!(found[2].0, 0.0, "{found:?}");
+    // What the user allows is no less free memory.
+    let [_, last] = figures_with(512, "16", &limit);
+    assert!(count(&last, "held_bytes") <= 16 << 20, "{last}");
+    let (fits, all) = (count(&last, "fitting_bytes") as f64, found[0].2);
+    assert!((fits - found[0].0).abs() < 0.02 * all, "{last} {found:?}");
 }
 
 #[test]

@@ -169,6 +169,8 @@ pub struct Residents {
     all_bytes: u64,
     /// The most bytes that are here now.
     limit: AtomicU64,
+    /// The most bytes for which there is free memory.
+    fits: AtomicU64,
     /// The bytes that are missing for the program and the model's other tensors.
     missing: AtomicU64,
     /// Whether the page cache can hold all that is absent.
@@ -230,6 +232,7 @@ impl Residents {
             most_pieces: most_mappings().saturating_sub(SPARE_MAPPINGS) / 2,
             all_bytes: sizes.iter().map(|size| *size as u64).sum(),
             limit: AtomicU64::new(0),
+            fits: AtomicU64::new(0),
             missing: AtomicU64::new(0),
             fits_page_cache: AtomicBool::new(false),
             looks: AtomicU32::new(1),
@@ -248,13 +251,13 @@ impl Residents {
         self.limit.load(Ordering::Relaxed)
     }
 
-    /// Returns the bytes of experts that fit, also where the page cache has them, and the bytes that are missing where
-    /// none fits.
+    /// Returns the bytes of experts that fit, also where the page cache has them or the user allows fewer, and the bytes
+    /// that are missing where none fits.
     pub fn fitting(&self) -> (u64, u64) {
         match self.fits_page_cache() {
             true => (self.all_bytes, 0),
             false => (
-                self.limit().min(self.all_bytes),
+                self.fits.load(Ordering::Relaxed).min(self.all_bytes),
                 self.missing.load(Ordering::Relaxed),
             ),
         }
@@ -598,6 +601,7 @@ impl Residents {
             return;
         }
         let (fits, missing) = program::fitting(free, held.bytes, needed);
+        self.fits.store(fits, Ordering::Relaxed);
         self.missing.store(missing, Ordering::Relaxed);
         let limit = self.mapped.most.map_or(fits, |most| most.min(fits));
         self.limit.store(limit, Ordering::Relaxed);
