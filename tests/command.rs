@@ -21,6 +21,7 @@ use sidecar_core::experts::Routing;
 use sidecar_core::gguf::{Access, GgufFile};
 use testkit::fixtures::{fixture, upstream_libraries};
 use testkit::host::{DropIn, Host, Program, built, plain_command, preload_library};
+use testkit::llama_cpp::llama_cpp;
 use testkit::process::{before_exec, lead_session, limit, terminal};
 use testkit::server::llama;
 use testkit::sim_ggml::SimGgml;
@@ -307,6 +308,27 @@ fn a_limit_of_file_sizes_is_no_failed_trial() {
         "{errors}"
     );
     assert!(output.stdout.starts_with(b"/"), "{errors}");
+}
+
+/// What a program prints into a file can be more than a limit, which ends it.
+#[test]
+fn a_program_is_not_tried_where_it_would_end_by_a_limit_of_file_sizes() {
+    for (command, most) in [("doctor", 1 << 20), ("compare", 1 << 20), ("doctor", 4096)] {
+        let mut tried = plain_command(built("release/llama-sidecar"));
+        tried
+            .args([command, "--"])
+            .arg(llama_cpp("llama-completion"));
+        tried.args(["-m", "/none", "-n", "4"]);
+        before_exec(&mut tried, move || limit(libc::RLIMIT_FSIZE, most));
+        let output = tried.output().expect("it starts");
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{errors}");
+        let why = match most {
+            4096 => "File too large",
+            _ => "a file may have 1048576 bytes (ulimit -f)",
+        };
+        assert!(errors.contains(why), "{errors}");
+    }
 }
 
 #[test]

@@ -8,6 +8,8 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use anyhow::{Context, Result, ensure};
+use rustix::process::{Resource, getrlimit};
 use sidecar_core::files;
 use tempfile::{NamedTempFile, TempDir};
 
@@ -68,6 +70,20 @@ pub fn file(parent: &Path, prefix: &str) -> io::Result<NamedTempFile> {
             return Ok(made);
         }
     }
+}
+
+/// Makes a file without a name for what a program prints. Fails where a limit of file sizes would end a program that
+/// prints much (setrlimit(2), `RLIMIT_FSIZE`).
+pub fn log() -> Result<File> {
+    const MOST: u64 = 16 << 20;
+    if let Some(limit) = getrlimit(Resource::Fsize).current {
+        ensure!(
+            limit >= MOST,
+            "a file may have {limit} bytes (ulimit -f), and a program that prints more into one is ended: allow {MOST}"
+        );
+    }
+    tempfile::tempfile()
+        .context("cannot create a temporary file: set TMPDIR to a folder with free space")
 }
 
 /// Locks what was made at a path just now. Before, another process may have taken it for one that was left. Without locks,

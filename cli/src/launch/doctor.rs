@@ -23,6 +23,7 @@ use crate::launch::{crashes, own_cache};
 use crate::report::cache::{Caches, Policy};
 use crate::report::stream;
 use crate::report::traces::TraceReport;
+use crate::temporary;
 
 /// The program to try.
 #[derive(clap::Args)]
@@ -65,7 +66,7 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
         bail!("{obstacle}");
     }
     let journal = Journal::new()?;
-    let mut errors = tempfile::tempfile()?;
+    let mut errors = temporary::log()?;
     let mut command = options.command.clone();
     let own = options
         .expert_cache

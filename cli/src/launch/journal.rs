@@ -64,7 +64,7 @@ impl Journal {
                     Err(error) => return Err(error.into()),
                 }
                 // There can be a limit of file sizes, too.
-                file.as_file().write_all_at(b"{", 0)?;
+                file.as_file().write_all_at(b"{", SPACE - 1)?;
                 file.as_file().set_len(0)
             })?;
             Ok(file)
@@ -119,12 +119,17 @@ impl Events {
     }
 
     /// Returns the paths of the evaluated models.
-    pub fn models<'a>(&'a self) -> Vec<&'a str> {
-        let path = |event: &'a Event| match event {
+    pub fn models(&self) -> Vec<&str> {
+        self.models_of(|_| true)
+    }
+
+    fn models_of(&self, is_process: impl Fn(u32) -> bool) -> Vec<&str> {
+        let entries = self.0.iter().filter(|entry| is_process(entry.pid));
+        let paths = entries.filter_map(|entry| match &entry.event {
             Event::Model { path, .. } => Some(path.as_str()),
             _ => None,
-        };
-        self.iter().filter_map(path).collect()
+        });
+        paths.collect()
     }
 
     /// Returns the number of tensors that differ from the loaded ones: of each model after its last
@@ -201,6 +206,19 @@ impl Events {
         })
     }
 
+    /// Returns what was requested and had no effect in the end, and the models of that process where another process has others.
+    pub fn no_effect_by_process(&self) -> impl Iterator<Item = (&NoEffect, Option<String>)> {
+        let all = self.models().len();
+        self.0.iter().filter_map(move |entry| {
+            let Event::NoEffect { found } = &entry.event else {
+                return None;
+            };
+            let models = self.models_of(|pid| pid == entry.pid);
+            let is_part = !models.is_empty() && models.len() < all;
+            Some((found, is_part.then(|| models.join(", "))))
+        })
+    }
+
     /// Returns why the experts of a model are not streamed, or not known to be.
     pub fn stream_obstacle(&self) -> Option<String> {
         let mut streamed = false;
@@ -253,6 +271,13 @@ impl Events {
             (true, None) => "the program opened no model through a shared libggml-base.so: load a model, or, if ggml is linked into the program itself, use a program that is not stripped, or a build with shared libraries (cmake -DBUILD_SHARED_LIBS=ON)".into(),
             (true, Some(path)) => format!("{path} was opened but not evaluated: let the program generate a token first"),
         })
+    }
+}
+
+#[cfg(test)]
+impl From<Vec<Entry>> for Events {
+    fn from(entries: Vec<Entry>) -> Events {
+        Events(entries)
     }
 }
 

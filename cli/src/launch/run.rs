@@ -366,7 +366,6 @@ fn summary(config: &Config, events: &Events) -> Vec<String> {
     let mut routes = BTreeMap::new();
     let mut streamed = Vec::new();
     let mut fetched = Vec::new();
-    let mut no_effect = Vec::new();
     for event in events.iter() {
         match event {
             Event::Stream { figures, .. } if figures.layers > 0 => {
@@ -402,7 +401,6 @@ fn summary(config: &Config, events: &Events) -> Vec<String> {
             } if config.expert_stream == ExpertStream::Needed => {
                 streamed.push(format!("{path}: {obstacle}; {COMPARE}"));
             }
-            Event::NoEffect { found } => no_effect.push(found),
             Event::Routes {
                 path,
                 tokens,
@@ -460,10 +458,13 @@ fn summary(config: &Config, events: &Events) -> Vec<String> {
             }
         )
     });
-    no_effect.retain(|found| !counted || found.sentence != NoEffect::NO_EXPERTS);
     // Last, because the figures above are wrong or missing then.
-    for found in no_effect {
-        let line = summary::no_effect(found);
+    for (found, models) in events.no_effect_by_process() {
+        if counted && found.sentence == NoEffect::NO_EXPERTS {
+            continue;
+        }
+        let of = models.map(|models| format!(" (in the process of {models})"));
+        let line = summary::no_effect(found) + &of.unwrap_or_default();
         if !lines.contains(&line) {
             lines.push(line);
         }
@@ -550,6 +551,8 @@ fn setting(word: OsString) -> Result<Setting, String> {
 
 #[cfg(test)]
 mod tests {
+    use sidecar_core::protocol::Entry;
+
     use super::*;
 
     #[test]
@@ -574,6 +577,39 @@ mod tests {
         assert!(alone.contains("nothing was counted"), "{alone}");
         let beside = last(&[model(0), nothing, model(2)]).expect("a line");
         assert!(!beside.contains("nothing was counted"), "{beside}");
+    }
+
+    #[test]
+    fn what_has_no_effect_in_one_of_two_processes_names_its_model() {
+        let of = |pid, path: &str| {
+            let model = Event::Model {
+                path: path.into(),
+                files: 1,
+                tensors: 1,
+                expert_layers: 0,
+                predicting: None,
+                experts_used: Vec::new(),
+            };
+            let found = NoEffect {
+                requested: NoEffect::HOT_SWAP.into(),
+                sentence: format!("nothing was swapped in {pid}"),
+                so_far: true,
+            };
+            let noted = Event::NoEffect { found };
+            [model, noted].map(|event| Entry { pid, event })
+        };
+        let lines = |entries: Vec<Entry>| {
+            let config = Config::parse(|_| None);
+            let lines = summary(&config, &Events::from(entries));
+            lines[1..].join("; ")
+        };
+        let (one, two) = (of(1, "one"), of(2, "two"));
+        assert_eq!(lines(one.to_vec()), "warning: nothing was swapped in 1");
+        assert_eq!(
+            lines([one, two].concat()),
+            "warning: nothing was swapped in 1 (in the process of one); \
+             warning: nothing was swapped in 2 (in the process of two)"
+        );
     }
 
     #[test]

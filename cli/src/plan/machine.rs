@@ -27,6 +27,7 @@ use crate::launch::kept::{self, Kept};
 use crate::launch::run::{Prepared, RunOptions};
 use crate::launch::session::Session;
 use crate::output::{Outputs, progress};
+use crate::temporary;
 use crate::trial::server::listen_elsewhere;
 use crate::trial::{self, Kind, Program};
 
@@ -186,7 +187,7 @@ fn run(
         bail!("{obstacle}");
     }
     let journal = Journal::new()?;
-    let mut log = tempfile::tempfile()?;
+    let mut log = temporary::log()?;
     let mut command = prepared.command(program, Some(&journal));
     command
         .stdin(Stdio::null())

@@ -31,6 +31,7 @@ use crate::launch::executable::Executable;
 use crate::launch::journal::{Events, Journal};
 use crate::launch::run::{Prepared, RunOptions};
 use crate::launch::session::{Session, Usage};
+use crate::temporary;
 
 /// Time between two looks at a running program.
 const PERIOD: Duration = Duration::from_millis(50);
@@ -185,7 +186,7 @@ impl Program {
                 command
             }
         };
-        let (mut output, mut errors) = (tempfile::tempfile()?, tempfile::tempfile()?);
+        let (mut output, mut errors) = (temporary::log()?, temporary::log()?);
         command
             .stdin(Stdio::null())
             .stdout(output.try_clone()?)
