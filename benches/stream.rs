@@ -49,10 +49,6 @@ fn ways(arguments: &[String]) -> Vec<Way> {
             at_matmul: true,
         },
         Way::new("streaming", "LLAMA_EXPERT_STREAM=auto"),
-        Way::new(
-            "streaming with guesses",
-            "LLAMA_EXPERT_STREAM=auto,LLAMA_EXPERT_STREAM_PREDICT=1",
-        ),
     ];
     ways.extend(with.map(|variables| Way::new(variables, variables)));
     let mut only = arguments.iter().filter_map(|of| of.strip_prefix("--only="));

@@ -76,7 +76,7 @@ static uint64_t evaluate(const char * path, const struct llama_model * model,
         ids[0][0] = layer % experts;
         ids[0][1] = (layer + experts / 2) % experts;
         OK(llama_expert_stream_schedule(stream, (uint32_t) layer, &ids[0][0], USED, TOKENS,
-                                        sizeof(ids[0][0]), sizeof(ids[0]), NULL, 0));
+                                        sizeof(ids[0][0]), sizeof(ids[0])));
         for (int matrix = 0; matrix < MATRICES; matrix++) {
             CHECK(find(model, layer, matrix, &tensor));
             if (tensor.state != LLAMA_SIDECAR_TENSOR_STATE_ON_ORIGINAL) {
@@ -103,26 +103,23 @@ static void fails(enum llama_sidecar_status found, enum llama_sidecar_status exp
 static void errors(const char * path, const struct llama_model * model,
                    struct llama_expert_stream * stream) {
     const int32_t                          id     = 0;
-    const float                            hidden = 0;
     const struct llama_expert_stream_stats before = stats_of(stream);
-    fails(llama_expert_stream_schedule(stream, 9999, &id, 1, 1, 4, 4, NULL, 0),
+    fails(llama_expert_stream_schedule(stream, 9999, &id, 1, 1, 4, 4),
           LLAMA_SIDECAR_STATUS_NOT_FOUND, "layer 9999");
-    fails(llama_expert_stream_schedule(stream, 0, NULL, 1, 1, 4, 4, NULL, 0),
+    fails(llama_expert_stream_schedule(stream, 0, NULL, 1, 1, 4, 4),
           LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "ids is NULL");
-    fails(llama_expert_stream_schedule(stream, 0, &id, 2, 1, 0, 4, NULL, 0),
+    fails(llama_expert_stream_schedule(stream, 0, &id, 2, 1, 0, 4),
           LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "used_stride");
-    fails(llama_expert_stream_schedule(stream, 0, &id, 1, SIZE_MAX, 4, 4, NULL, 0),
+    fails(llama_expert_stream_schedule(stream, 0, &id, 1, SIZE_MAX, 4, 4),
           LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "larger than memory");
-    fails(llama_expert_stream_schedule(stream, 0, &id, 1, 1, 4, 4, &hidden, SIZE_MAX),
-          LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "hidden");
     fails(llama_expert_stream_schedule((const struct llama_expert_stream *) model, 0, &id, 1, 1, 4,
-                                       4, NULL, 0),
+                                       4),
           LLAMA_SIDECAR_STATUS_BAD_HANDLE, "another kind");
     fails(llama_expert_stream_get_stats(stream, NULL), LLAMA_SIDECAR_STATUS_BAD_ARGUMENT, "NULL");
-    OK(llama_expert_stream_schedule(stream, 0, NULL, 0, 0, 0, 0, NULL, 0));
+    OK(llama_expert_stream_schedule(stream, 0, NULL, 0, 0, 0, 0));
     // Ids that are not experts are ignored.
     const int32_t others[] = {-1, INT32_MAX, INT32_MIN};
-    OK(llama_expert_stream_schedule(stream, 0, others, 3, 1, 4, 12, NULL, 0));
+    OK(llama_expert_stream_schedule(stream, 0, others, 3, 1, 4, 12));
     OK(llama_expert_stream_finish(stream));
     CHECK(stats_of(stream).checked_bytes == before.checked_bytes);
 
@@ -193,7 +190,7 @@ int main(int argc, char ** argv) {
     // The stream keeps the model alive.
     OK(llama_sidecar_model_free(model));
     const int32_t id = 0;
-    OK(llama_expert_stream_schedule(stream, 0, &id, 1, 1, sizeof(id), sizeof(id), NULL, 0));
+    OK(llama_expert_stream_schedule(stream, 0, &id, 1, 1, sizeof(id), sizeof(id)));
     OK(llama_expert_stream_free(stream));
     fails(llama_expert_stream_finish(stream), LLAMA_SIDECAR_STATUS_BAD_HANDLE, "was freed");
     CHECK(remove(WORK) == 0);

@@ -692,11 +692,6 @@ struct llama_expert_stream_params {
      * memory. Default: whether LLAMA_EXPERT_STREAM is "on".
      */
     bool always;
-    /**
-     * Also read the experts that the router of the next layer would choose for the hidden state of
-     * llama_expert_stream_schedule. Default: LLAMA_EXPERT_STREAM_PREDICT.
-     */
-    bool predict;
     /** Number of threads, 1 to 64. Default: half of the processors, from 1 to 4. */
     uint32_t n_threads;
 };
@@ -713,14 +708,8 @@ struct llama_expert_stream_stats {
     uint64_t resident_bytes;
     /** Bytes that were read ahead because of routing. */
     uint64_t read_bytes;
-    /** Bytes that were read ahead because of a prediction. */
-    uint64_t predicted_bytes;
-    /** Number of experts that were predicted. */
-    uint64_t n_predicted;
-    /** Number of experts that were predicted and routed. */
-    uint64_t n_hits;
-    /** Number of routed experts of layers with a prediction. */
-    uint64_t n_predictable;
+    /** Bytes that were read ahead of routing: the next layer of a batch. */
+    uint64_t ahead_bytes;
     /** Number of read-ahead calls that failed. */
     uint64_t n_failed;
     /** Number of page faults of the process that waited for a disk. */
@@ -1291,7 +1280,7 @@ enum llama_sidecar_status llama_expert_stream_free(struct llama_expert_stream *s
 /**
  * Starts to read the experts that a layer was routed to. Returns without waiting for the disk, and
  * allocates no memory. Call it for each layer of each evaluation as soon as the routed ids are
- * known. The ids and the hidden state are not used after the call.
+ * known. The ids are not used after the call.
  *
  * The ids are laid out as src[2] of GGML_OP_MUL_MAT_ID in ggml. Ids that are not experts of the
  * layer are ignored. A matrix that is loaded, or that a reload replaced, is left out, because the
@@ -1301,10 +1290,6 @@ enum llama_sidecar_status llama_expert_stream_free(struct llama_expert_stream *s
  * @param n_used Number of experts per token.
  * @param used_stride Bytes between the ids of a token: nb[0].
  * @param token_stride Bytes between the rows of two tokens: nb[1].
- * @param hidden Input of the layer's router for the last token, used if `predict` is set; NULL for
- * no prediction.
- * @param n_embd Number of elements of `hidden`. A number other than the row length of the routers
- * gives no prediction.
  */
 enum llama_sidecar_status llama_expert_stream_schedule(const struct llama_expert_stream *stream,
                                                        uint32_t layer,
@@ -1312,9 +1297,7 @@ enum llama_sidecar_status llama_expert_stream_schedule(const struct llama_expert
                                                        size_t n_used,
                                                        size_t n_tokens,
                                                        size_t used_stride,
-                                                       size_t token_stride,
-                                                       const float *hidden,
-                                                       size_t n_embd);
+                                                       size_t token_stride);
 
 /**
  * Waits until all experts that were scheduled are in memory or on their way from the disk. An

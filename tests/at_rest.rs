@@ -40,7 +40,6 @@ fn everything(folder: &tempfile::TempDir) -> DropIn {
     DropIn::On(vec![
         ("LLAMA_HOTSWAP_POLL_MS", "1000".into()),
         ("LLAMA_EXPERT_STREAM", "auto".into()),
-        ("LLAMA_EXPERT_STREAM_PREDICT", "1".into()),
         ("LLAMA_EXPERT_TRACE_STATS", "1".into()),
         ("LLAMA_EXPERT_TRACE_OUTPUT", path("trace.json")),
         ("LLAMA_EXPERT_TRACE_ROUTES", path("a.routes")),

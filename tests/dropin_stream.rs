@@ -19,10 +19,6 @@ use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, replace};
 use testkit::process::stopped_often;
 
-fn predicting(way: &[(&'static str, &str)]) -> DropIn {
-    streaming(&[way, &[("LLAMA_EXPERT_STREAM_PREDICT", "1")]].concat())
-}
-
 #[test]
 fn node_writes_the_same() {
     same_with_streaming(Program::Node, "moe.gguf");
@@ -37,19 +33,6 @@ fn python_writes_the_same() {
 fn c_writes_the_same_with_one_thread_and_with_two() {
     same_with_streaming(Program::C, "moe.gguf");
     same_with_streaming(Program::CTwoThreads, "moe.gguf");
-}
-
-#[test]
-fn a_guess_changes_no_result() {
-    let model = fixture("moe.gguf");
-    for way in WAYS {
-        let (text, figures) = streamed_text(Program::C, &model, &predicting(way));
-        assert_eq!(text, fresh(Program::C, &model));
-        check_way(&figures, way);
-        // All layers but the first, for all tokens but the prompt.
-        assert!(count(&figures, "guesses") > 0, "{figures}");
-        assert!(count(&figures, "hits") > 0, "{figures}");
-    }
 }
 
 /// Experts that the program copies to a GPU, or to the first of two, are read from disk as soon as their layer is routed,
@@ -221,7 +204,7 @@ fn a_program_that_is_stopped_again_and_again_writes_the_same() {
 }
 
 fn write_while_stopped(model: &Path, way: &[(&'static str, &str)]) {
-    let mut host = Host::start(Program::C, model, &predicting(way));
+    let mut host = Host::start(Program::C, model, &streaming(way));
     let (text, stops) = stopped_often(host.id(), || host.text(TOKENS));
     assert_eq!(text, fresh(Program::C, model));
     assert!(stops > 0 && count(&stream_figures(&host), "layers") > 0);
@@ -232,10 +215,7 @@ fn write_while_stopped(model: &Path, way: &[(&'static str, &str)]) {
 #[test]
 fn a_reader_without_threads_leaves_the_program_as_it_is() {
     let model = fixture("moe.gguf");
-    let with = streaming(&[
-        ("RUST_MIN_STACK", "1152921504606846976"),
-        ("LLAMA_EXPERT_STREAM_PREDICT", "1"),
-    ]);
+    let with = streaming(&[("RUST_MIN_STACK", "1152921504606846976")]);
     let mut host = Host::start(Program::C, &model, &with);
     assert_eq!(host.text(TOKENS), fresh(Program::C, &model));
     let said = host.logged("cannot stream its experts: cannot start a thread: ");

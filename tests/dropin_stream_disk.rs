@@ -36,14 +36,8 @@ fn limited(disk: &SlowDisk, limit: &MemoryLimit, drop_in: &DropIn) -> Host {
 fn experts_are_read_ahead_under_a_memory_limit() {
     let (disk, limit) = small_memory("moe.gguf", 200);
     let model = fixture("moe.gguf");
-    let predict = ("LLAMA_EXPERT_STREAM_PREDICT", "1");
     let page_cache = ("LLAMA_EXPERT_STREAM_MEMORY_MB", "0");
-    for with in [
-        streaming(&[]),
-        streaming(&[predict]),
-        streaming(&[page_cache]),
-        streaming(&[predict, page_cache]),
-    ] {
+    for with in [streaming(&[]), streaming(&[page_cache])] {
         let mut host = limited(&disk, &limit, &with);
         let text = host.text(TOKENS);
         assert_eq!(text, fresh(Program::C, &model));

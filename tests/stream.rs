@@ -5,7 +5,6 @@ use std::ffi::CString;
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
-use std::process::Stdio;
 
 use llama_sidecar::model::{Model, Options};
 use sidecar_core::experts::{ExpertIndex, Projection};
@@ -13,7 +12,6 @@ use sidecar_core::gguf::{Access, GgufFile};
 use sidecar_core::stream::{Matrices, Reader, Settings};
 use sidecar_core::trace::{Ids, LayerCounts, Snapshot};
 use tempfile::TempDir;
-use testkit::process::{in_own_process, limit, memory};
 use testkit::skipped;
 use testkit::writer::{F32, Gguf, Tensor};
 
@@ -23,15 +21,8 @@ const PAGE: u64 = 4096;
 /// A reader that checks all layers, with one thread.
 const ALWAYS: Settings = Settings {
     always: true,
-    predict: false,
     threads: 1,
     look_ahead_bytes: u64::MAX,
-};
-
-/// The same with guesses.
-const PREDICTING: Settings = Settings {
-    predict: true,
-    ..ALWAYS
 };
 
 /// A model file whose pages are not in memory.
@@ -151,24 +142,24 @@ fn fixture(layers: u32) -> Option<Fixture> {
 }
 
 /// Schedules a layer by its position for tokens with `used` experts each.
-fn schedule(reader: &Reader, layer: usize, used: usize, ids: &[i32], hidden: Option<&[f32]>) {
+fn schedule(reader: &Reader, layer: usize, used: usize, ids: &[i32]) {
     let bytes: Vec<u8> = ids.iter().flat_map(|id| id.to_ne_bytes()).collect();
     let ids = Ids::packed(&bytes, used);
-    reader.schedule(layer, Matrices::ALL, &ids, hidden);
+    reader.schedule(layer, Matrices::ALL, &ids);
 }
 
 #[test]
 fn exactly_the_pages_of_routed_experts_are_read() {
     let Some(fixture) = fixture(3) else { return };
     let reader = fixture.reader(|_| ());
-    schedule(&reader, 1, 2, &[0, 5], None);
-    schedule(&reader, 2, 1, &[7], None);
+    schedule(&reader, 1, 2, &[0, 5]);
+    schedule(&reader, 2, 1, &[7]);
     reader.finish();
     let expected = fixture.pages_of([(1, 0), (1, 5), (2, 7)]);
     assert_eq!(fixture.cached_pages().unwrap(), expected);
     let counts = reader.counts();
     assert_eq!(
-        (counts.layers, counts.failed, counts.guessed_bytes),
+        (counts.layers, counts.failed, counts.ahead_bytes),
         (2, 0, 0)
     );
     assert_eq!(
@@ -186,7 +177,7 @@ fn matrices_that_are_left_out_are_not_read() {
     down.insert(Projection::Down);
     let bytes = 3i32.to_ne_bytes();
     let ids = Ids::one(&bytes);
-    reader.schedule(0, down, &ids, None);
+    reader.schedule(0, down, &ids);
     reader.finish();
     let index = ExpertIndex::of([&fixture.gguf]);
     let slice = index.slice(0, Projection::Down, 3).unwrap();
@@ -205,7 +196,7 @@ fn parts_of_a_layer_count_once() {
         for projection in [Projection::Gate, Projection::Up, Projection::Down] {
             let mut part = Matrices::default();
             part.insert(projection);
-            reader.schedule(layer, part, &ids, None);
+            reader.schedule(layer, part, &ids);
             if layer == 0 {
                 // The next layer follows as a whole, whatever its last part was.
                 reader.finish();
@@ -227,9 +218,9 @@ fn ids_that_are_no_experts_are_ignored() {
     let Some(fixture) = fixture(2) else { return };
     let reader = fixture.reader(|_| ());
     let ids = [-1, i32::MIN, i32::MAX, EXPERTS as i32, 4096, 2];
-    schedule(&reader, 0, ids.len(), &ids, None);
-    schedule(&reader, 2, 1, &[1], None);
-    schedule(&reader, usize::MAX, 1, &[1], None);
+    schedule(&reader, 0, ids.len(), &ids);
+    schedule(&reader, 2, 1, &[1]);
+    schedule(&reader, usize::MAX, 1, &[1]);
     reader.finish();
     assert_eq!(fixture.cached_pages().unwrap(), fixture.pages_of([(0, 2)]));
 }
@@ -247,7 +238,7 @@ fn experts_that_only_some_matrices_have_are_read() {
     let reader = fixture.reader(|_| ());
     // The index has no layers beyond its bound of experts.
     assert_eq!((reader.position(0), reader.position(1)), (Some(0), None));
-    schedule(&reader, 0, 2, &[3, 6], None);
+    schedule(&reader, 0, 2, &[3, 6]);
     reader.finish();
     let expected = fixture.pages_of([(0, 3), (0, 6)]);
     assert_eq!(fixture.cached_pages().unwrap(), expected);
@@ -257,59 +248,19 @@ fn experts_that_only_some_matrices_have_are_read() {
 fn a_batch_that_uses_most_experts_reads_the_next_layer() {
     let Some(fixture) = fixture(3) else { return };
     let reader = fixture.reader(|_| ());
-    schedule(&reader, 0, 3, &[0, 1, 2, 3, 4, 5], None);
+    schedule(&reader, 0, 3, &[0, 1, 2, 3, 4, 5]);
     reader.finish();
     let routed = (0..6).map(|expert| (0, expert));
     let next = (0..EXPERTS).map(|expert| (1, expert));
     let expected = fixture.pages_of(routed.chain(next));
     assert_eq!(fixture.cached_pages().unwrap(), expected);
-    assert!(reader.counts().guessed_bytes > 0);
+    assert!(reader.counts().ahead_bytes > 0);
     // Fewer experts, or one token, do not read ahead.
     let reader = fixture.reader(|_| ());
-    schedule(&reader, 0, 2, &[0, 1, 2, 3], None);
-    schedule(&reader, 1, 6, &[0, 1, 2, 3, 4, 5], None);
+    schedule(&reader, 0, 2, &[0, 1, 2, 3]);
+    schedule(&reader, 1, 6, &[0, 1, 2, 3, 4, 5]);
     reader.finish();
-    assert_eq!(reader.counts().guessed_bytes, 0);
-}
-
-#[test]
-fn the_experts_of_the_next_router_are_read() {
-    let floats = |name: &str, ne: &[i64], values: &[f32]| Tensor {
-        name: name.into(),
-        ne: ne.to_vec(),
-        ty: F32,
-        data: values
-            .iter()
-            .flat_map(|value| value.to_le_bytes())
-            .collect(),
-    };
-    // The score of an expert is the element of its number.
-    let mut identity = [0.0; 64];
-    (0..8).for_each(|expert| identity[expert * 8 + expert] = 1.0);
-    let mut file = model(3);
-    for (layer, norm_of_5) in [(0, 1.0), (1, 0.1), (2, 1.0)] {
-        let norm = [1.0, 1.0, 1.0, 1.0, 1.0, norm_of_5, 1.0, 1.0];
-        let name = |what| format!("blk.{layer}.{what}.weight");
-        file.tensors
-            .push(floats(&name("ffn_gate_inp"), &[8, 8], &identity));
-        file.tensors.push(floats(&name("ffn_norm"), &[8], &norm));
-    }
-    let Some(fixture) = Fixture::new(&file) else {
-        return;
-    };
-    let reader = fixture.reader(|settings| settings.predict = true);
-    let hidden = [0.0, 2.0, 3.0, 0.0, 0.0, 4.0, 0.0, 1.0];
-    schedule(&reader, 0, 2, &[0, 7], Some(&hidden));
-    reader.finish();
-    // The norm of layer 1 makes expert 5 less probable than expert 2. Half of two experts is read.
-    let expected = fixture.pages_of([(0, 0), (0, 7), (1, 2)]);
-    assert_eq!(fixture.cached_pages().unwrap(), expected);
-    schedule(&reader, 1, 2, &[2, 3], None);
-    // A hidden state of another length gives no guess.
-    schedule(&reader, 1, 2, &[1, 3], Some(&hidden[..7]));
-    reader.finish();
-    let counts = reader.counts();
-    assert_eq!((counts.guesses, counts.hits, counts.guessable), (1, 1, 2));
+    assert_eq!(reader.counts().ahead_bytes, 0);
 }
 
 /// The most used experts of a trace are read without a layer that is routed, as many as fit.
@@ -348,7 +299,7 @@ fn the_most_used_experts_of_a_trace_are_read() {
 }
 
 #[test]
-fn matrices_that_were_left_out_are_not_read_for_a_guess() {
+fn matrices_that_were_left_out_are_not_read_ahead() {
     let Some(fixture) = fixture(2) else { return };
     let reader = fixture.reader(|_| ());
     let none = Ids {
@@ -358,8 +309,8 @@ fn matrices_that_were_left_out_are_not_read_for_a_guess() {
         used_stride: 4,
         token_stride: 4,
     };
-    reader.schedule(1, Matrices::default(), &none, None);
-    schedule(&reader, 0, 4, &[0, 1, 2, 3, 4, 5, 6, 7], None);
+    reader.schedule(1, Matrices::default(), &none);
+    schedule(&reader, 0, 4, &[0, 1, 2, 3, 4, 5, 6, 7]);
     reader.finish();
     let expected = fixture.pages_of((0..EXPERTS).map(|expert| (0, expert)));
     assert_eq!(fixture.cached_pages().unwrap(), expected);
@@ -400,7 +351,7 @@ fn threads_schedule_at_once() {
                 for step in 0..400 {
                     // Experts 0 to 3 in one thread, 4 to 6 in the other.
                     let expert = (step / 4 % (4 - thread) + 4 * thread) as i32;
-                    schedule(reader, step % 4, 1, &[expert], None);
+                    schedule(reader, step % 4, 1, &[expert]);
                 }
             });
         }
@@ -415,7 +366,7 @@ fn threads_schedule_at_once() {
 /// Schedules layer 0 until the reader rests.
 fn rest(reader: &Reader) {
     let rests = |_| {
-        schedule(reader, 0, 1, &[0], None);
+        schedule(reader, 0, 1, &[0]);
         reader.finish();
         reader.counts().resting
     };
@@ -434,7 +385,7 @@ fn a_reader_rests_until_a_page_fault_waits_for_the_disk() {
     assert!(reader.counts().major_faults > before);
     reader.finish();
     assert!(!reader.counts().resting);
-    schedule(&reader, 0, 1, &[0], None);
+    schedule(&reader, 0, 1, &[0]);
     reader.finish();
     assert!(
         fixture
@@ -469,7 +420,7 @@ fn a_page_fault_of_another_file_costs_one_pass() {
         std::hint::black_box(map[map.len() - 1]);
         assert!(reader.counts().major_faults > faults);
         for _ in 0..100 {
-            schedule(&reader, 0, 1, &[0], None);
+            schedule(&reader, 0, 1, &[0]);
             reader.finish();
         }
         let after = reader.counts();
@@ -494,7 +445,7 @@ fn a_reader_rests_until_a_sample_has_missing_pages() {
     let works_again = |_| {
         // Programs that read files without a mapping have no page faults.
         assert!(fixture.drop_cache());
-        schedule(&reader, 0, 1, &[0], None);
+        schedule(&reader, 0, 1, &[0]);
         reader.finish();
         !reader.counts().resting
     };
@@ -506,7 +457,7 @@ fn a_reader_that_always_checks_does_not_rest() {
     let Some(fixture) = fixture(1) else { return };
     let reader = fixture.reader(|_| ());
     for _ in 0..50 {
-        schedule(&reader, 0, 1, &[0], None);
+        schedule(&reader, 0, 1, &[0]);
         reader.finish();
         assert!(!reader.counts().resting);
     }
@@ -516,18 +467,18 @@ fn a_reader_that_always_checks_does_not_rest() {
 fn a_truncated_file_stops_the_reader() {
     let Some(fixture) = fixture(4) else { return };
     let reader = fixture.reader(|_| ());
-    schedule(&reader, 0, 1, &[0], None);
+    schedule(&reader, 0, 1, &[0]);
     let file = File::options().write(true).open(&fixture.path).unwrap();
     file.set_len(1000).unwrap();
     let all: Vec<i32> = (0..EXPERTS as i32).collect();
     for layer in 0..4 {
-        schedule(&reader, layer, all.len(), &all, None);
+        schedule(&reader, layer, all.len(), &all);
         reader.finish();
     }
     assert!(reader.counts().stopped);
     // Further calls do nothing, except samples.
     let checked = reader.counts().checked_bytes;
-    schedule(&reader, 0, 1, &[0], None);
+    schedule(&reader, 0, 1, &[0]);
     reader.finish();
     assert_eq!(reader.counts().checked_bytes, checked);
 }
@@ -541,59 +492,16 @@ fn a_reader_ends_while_an_expert_is_read() {
         return;
     };
     let reader = Reader::new(&[&gguf], ALWAYS, |_| true).unwrap();
-    schedule(&reader, 0, 1, &[1], None);
+    schedule(&reader, 0, 1, &[1]);
     // Takes minutes if the thread reads all of the expert, which has 1 TB.
     drop(reader);
-}
-
-#[test]
-fn malformed_routers_give_no_guess() {
-    let experts = || model(2);
-    let router = "blk.1.ffn_gate_inp.weight";
-    let norm = "blk.0.ffn_norm.weight";
-    for (file, hole) in [
-        (experts(), 0),
-        (with_hole(experts(), router, &[1 << 61, 0]), 0),
-        (with_hole(experts(), router, &[1 << 38, 8]), 8 << 40),
-        (with_hole(experts(), norm, &[1 << 41]), 8 << 40),
-    ] {
-        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        // A larger file than the file system has is skipped.
-        let Some(gguf) = sparse(&folder, &file, hole) else {
-            continue;
-        };
-        let reader = Reader::new(&[&gguf], PREDICTING, |_| true).unwrap();
-        for hidden in [&[][..], &[1.0; 8]] {
-            schedule(&reader, 0, 2, &[0, 1], Some(hidden));
-            reader.finish();
-        }
-        assert_eq!(reader.counts().guesses, 0);
-    }
-}
-
-#[test]
-fn routers_that_do_not_fit_into_memory_are_an_error() {
-    const ROUTER: u64 = 128 << 20;
-    let name = "routers_that_do_not_fit_into_memory_are_an_error";
-    if let Some(status) = in_own_process(name, Stdio::inherit()) {
-        return assert!(status.success());
-    }
-    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let file = with_hole(model(2), "blk.1.ffn_gate_inp.weight", &[1 << 22, 8]);
-    let Some(gguf) = sparse(&folder, &file, ROUTER) else {
-        return;
-    };
-    let mapped = memory("self", "VmSize:");
-    assert!(limit(libc::RLIMIT_AS, mapped + ROUTER / 2));
-    let error = Reader::new(&[&gguf], PREDICTING, |_| true).unwrap_err();
-    assert_eq!(error.kind(), std::io::ErrorKind::OutOfMemory);
 }
 
 #[test]
 fn a_reader_with_many_threads_finishes() {
     let Some(fixture) = fixture(2) else { return };
     let reader = fixture.reader(|settings| settings.threads = 1000);
-    schedule(&reader, 1, 1, &[4], None);
+    schedule(&reader, 1, 1, &[4]);
     reader.finish();
     assert_eq!(fixture.cached_pages().unwrap(), fixture.pages_of([(1, 4)]));
 }
@@ -602,7 +510,7 @@ fn a_reader_with_many_threads_finishes() {
 fn a_forked_child_can_use_and_drop_a_reader() {
     let Some(fixture) = fixture(2) else { return };
     let reader = fixture.reader(|_| ());
-    schedule(&reader, 0, 1, &[0], None);
+    schedule(&reader, 0, 1, &[0]);
     let ids = 1i32.to_ne_bytes();
     // SAFETY: the child calls the reader, which takes no lock that another thread has, and ends.
     let child = unsafe { libc::fork() };
@@ -610,7 +518,7 @@ fn a_forked_child_can_use_and_drop_a_reader() {
         // SAFETY: ends the child if a call waits for a thread that the child does not have.
         unsafe { libc::alarm(60) };
         let ids = Ids::packed(&ids, 1);
-        reader.schedule(1, Matrices::ALL, &ids, None);
+        reader.schedule(1, Matrices::ALL, &ids);
         reader.finish();
         drop(reader);
         // SAFETY: ends the child without handlers of the parent.
@@ -631,7 +539,7 @@ fn a_model_without_experts_has_no_reader() {
     let file = Gguf::default().tensor("blk.0.ffn_down.weight", &[64, 64], F32, 1);
     file.write(&path).unwrap();
     let gguf = GgufFile::open(&path, Access::Read).unwrap();
-    let error = Reader::new(&[&gguf], PREDICTING, |_| true).unwrap_err();
+    let error = Reader::new(&[&gguf], ALWAYS, |_| true).unwrap_err();
     assert!(error.to_string().contains("no routed experts"));
 }
 
@@ -667,7 +575,7 @@ fn resting_reader(file: &GgufFile) -> Reader {
 /// are read, and that the reader rests when they are in memory. Returns the bytes that were read.
 fn read_uncounted(fixture: &Fixture, reader: &Reader) -> u64 {
     assert!(fixture.drop_cache());
-    schedule(reader, 1, 2, &[0, 5], None);
+    schedule(reader, 1, 2, &[0, 5]);
     reader.finish();
     let read = fixture.cached_pages().unwrap();
     assert!(read.is_superset(&fixture.pages_of([(1, 0), (1, 5)])));
@@ -675,7 +583,7 @@ fn read_uncounted(fixture: &Fixture, reader: &Reader) -> u64 {
     std::fs::read(&fixture.path).unwrap();
     // Page faults of other tests let the reader look again.
     let rests = |_| {
-        schedule(reader, 1, 2, &[0, 5], None);
+        schedule(reader, 1, 2, &[0, 5]);
         reader.finish();
         reader.counts().resting
     };

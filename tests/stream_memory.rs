@@ -18,7 +18,6 @@ const EXPERTS: u32 = 8;
 const LAYERS: u32 = 4;
 const SETTINGS: Settings = Settings {
     always: false,
-    predict: false,
     threads: 1,
     look_ahead_bytes: 0,
 };
@@ -115,19 +114,14 @@ fn packed(experts: &[u32]) -> Vec<u8> {
 /// Routes one token to experts of a layer, and waits.
 fn route(reader: &Reader, layer: usize, experts: &[u32]) {
     let ids = packed(experts);
-    reader.schedule(
-        layer,
-        Matrices::ALL,
-        &Ids::packed(&ids, experts.len()),
-        None,
-    );
+    reader.schedule(layer, Matrices::ALL, &Ids::packed(&ids, experts.len()));
     reader.wait(layer, Matrices::ALL);
 }
 
 /// Routes a batch of tokens to one expert each.
 fn route_batch(reader: &Reader, layer: usize, experts: &[u32]) {
     let ids = packed(experts);
-    reader.schedule(layer, Matrices::ALL, &Ids::packed(&ids, 1), None);
+    reader.schedule(layer, Matrices::ALL, &Ids::packed(&ids, 1));
     reader.wait(layer, Matrices::ALL);
 }
 
@@ -250,9 +244,9 @@ fn a_prompt_reads_the_next_layers_and_gives_the_last_one_back() {
         route_batch(&reader, layer, &all);
         reader.finish();
         // One layer ahead of this one, in half of the memory.
-        let guessed = reader.counts().guessed_bytes;
+        let read = reader.counts().ahead_bytes;
         let ahead = (layer as u64 + 1).min(u64::from(LAYERS) - 1);
-        assert_eq!(guessed, ahead * layer_bytes, "{layer}");
+        assert_eq!(read, ahead * layer_bytes, "{layer}");
     }
     let counts = reader.counts();
     assert_eq!(counts.read_bytes, layer_bytes, "{counts:?}");
@@ -515,7 +509,7 @@ fn what_is_here_costs_no_system_call() {
     let ids = packed(&[2, 5]);
     let evaluate = |reader: &Reader| {
         for layer in 0..LAYERS as usize {
-            reader.schedule(layer, Matrices::ALL, &Ids::packed(&ids, 2), None);
+            reader.schedule(layer, Matrices::ALL, &Ids::packed(&ids, 2));
             reader.wait(layer, Matrices::ALL);
         }
     };

@@ -11,7 +11,7 @@ pub fn streaming(figures: &StreamFigures) -> String {
         figures.tokens,
         figures.tokens as f64 / figures.seconds.max(1e-3)
     );
-    let read = figures.read_bytes + figures.guessed_bytes;
+    let read = figures.read_bytes + figures.ahead_bytes;
     if figures.checked_bytes == 0 {
         return format!(
             "{speed}, {} layers scheduled, {} page faults waited for the disk; the kernel does not report which pages of the file are in memory",
@@ -37,13 +37,6 @@ pub fn streaming(figures: &StreamFigures) -> String {
             } else {
                 "computation limits"
             },
-        );
-    }
-    if figures.guesses > 0 {
-        text += &format!(
-            ", {:.0} % of {} guesses were right",
-            percent(figures.hits, figures.guesses),
-            figures.guesses
         );
     }
     if figures.replaced > 0 {

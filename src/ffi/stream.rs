@@ -47,9 +47,6 @@ pub struct llama_expert_stream_params {
     /// Check every layer. Otherwise, only a sample of layers is checked while all experts are in
     /// memory. Default: whether LLAMA_EXPERT_STREAM is "on".
     pub always: Flag,
-    /// Also read the experts that the router of the next layer would choose for the hidden state of
-    /// llama_expert_stream_schedule. Default: LLAMA_EXPERT_STREAM_PREDICT.
-    pub predict: Flag,
     /// Number of threads, 1 to 64. Default: half of the processors, from 1 to 4.
     pub n_threads: u32,
 }
@@ -59,7 +56,6 @@ parameters!(
     16,
     struct_size,
     always,
-    predict,
     n_threads
 );
 
@@ -70,7 +66,6 @@ impl llama_expert_stream_params {
         llama_expert_stream_params {
             struct_size: size_of::<llama_expert_stream_params>(),
             always: (config.expert_stream == ExpertStream::On).into(),
-            predict: config.expert_stream_predict.into(),
             n_threads: Settings::default_threads() as u32,
         }
     }
@@ -84,7 +79,6 @@ impl llama_expert_stream_params {
         }
         Ok(Settings {
             always: self.always.into(),
-            predict: self.predict.into(),
             threads: self.n_threads as usize,
             look_ahead_bytes: Settings::look_ahead_in(free_memory().map(|(bytes, _)| bytes)),
         })
@@ -175,7 +169,7 @@ pub extern "C" fn llama_expert_stream_free(
 
 /// Starts to read the experts that a layer was routed to. Returns without waiting for the disk, and
 /// allocates no memory. Call it for each layer of each evaluation as soon as the routed ids are
-/// known. The ids and the hidden state are not used after the call.
+/// known. The ids are not used after the call.
 ///
 /// The ids are laid out as src[2] of GGML_OP_MUL_MAT_ID in ggml. Ids that are not experts of the
 /// layer are ignored. A matrix that is loaded, or that a reload replaced, is left out, because the
@@ -185,16 +179,11 @@ pub extern "C" fn llama_expert_stream_free(
 /// @param n_used Number of experts per token.
 /// @param used_stride Bytes between the ids of a token: nb[0].
 /// @param token_stride Bytes between the rows of two tokens: nb[1].
-/// @param hidden Input of the layer's router for the last token, used if `predict` is set; NULL for
-/// no prediction.
-/// @param n_embd Number of elements of `hidden`. A number other than the row length of the routers
-/// gives no prediction.
 ///
 /// # Safety
 ///
 /// `ids` is null, or every id is readable: the last one ends
-/// `(n_tokens - 1) * token_stride + (n_used - 1) * used_stride + 4` bytes after `ids`. `hidden` is
-/// null or has `n_embd` elements.
+/// `(n_tokens - 1) * token_stride + (n_used - 1) * used_stride + 4` bytes after `ids`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn llama_expert_stream_schedule(
     stream: *const llama_expert_stream,
@@ -204,8 +193,6 @@ pub unsafe extern "C" fn llama_expert_stream_schedule(
     n_tokens: usize,
     used_stride: usize,
     token_stride: usize,
-    hidden: *const f32,
-    n_embd: usize,
 ) -> llama_sidecar_status {
     status(|| {
         let owned = handle::get(stream)?;
@@ -219,19 +206,11 @@ pub unsafe extern "C" fn llama_expert_stream_schedule(
         })?;
         // SAFETY: as the caller guarantees.
         let ids = unsafe { routed_ids(ids, n_used, n_tokens, used_stride, token_stride) }?;
-        if n_embd > isize::MAX as usize / size_of::<f32>() || !hidden.is_aligned() {
-            return Err(Failure::argument(format!(
-                "hidden has {n_embd} elements at {hidden:?}, expected an aligned array of float: pass the data of a tensor of type F32"
-            )));
-        }
         let Some(ids) = ids else {
             return Ok(());
         };
-        // SAFETY: aligned, not larger than memory, with `n_embd` elements as the caller guarantees.
-        let hidden =
-            (!hidden.is_null()).then(|| unsafe { std::slice::from_raw_parts(hidden, n_embd) });
         let matrices = owned.in_place(layer);
-        owned.reader.schedule(position, matrices, &ids, hidden);
+        owned.reader.schedule(position, matrices, &ids);
         Ok(())
     })
 }
@@ -263,14 +242,8 @@ pub struct llama_expert_stream_stats {
     pub resident_bytes: u64,
     /// Bytes that were read ahead because of routing.
     pub read_bytes: u64,
-    /// Bytes that were read ahead because of a prediction.
-    pub predicted_bytes: u64,
-    /// Number of experts that were predicted.
-    pub n_predicted: u64,
-    /// Number of experts that were predicted and routed.
-    pub n_hits: u64,
-    /// Number of routed experts of layers with a prediction.
-    pub n_predictable: u64,
+    /// Bytes that were read ahead of routing: the next layer of a batch.
+    pub ahead_bytes: u64,
     /// Number of read-ahead calls that failed.
     pub n_failed: u64,
     /// Number of page faults of the process that waited for a disk.
@@ -286,7 +259,7 @@ pub struct llama_expert_stream_stats {
 // SAFETY: repr(C), starts with struct_size, plain fields.
 unsafe impl SizedStruct for llama_expert_stream_stats {
     const NAME: &'static str = "llama_expert_stream_stats";
-    const FIRST: usize = 104;
+    const FIRST: usize = 80;
 }
 
 /// Fills `stats` with the statistics of a stream.
@@ -307,10 +280,7 @@ pub unsafe extern "C" fn llama_expert_stream_get_stats(
             checked_bytes: found.checked_bytes,
             resident_bytes: found.resident_bytes,
             read_bytes: found.read_bytes,
-            predicted_bytes: found.guessed_bytes,
-            n_predicted: found.guesses,
-            n_hits: found.hits,
-            n_predictable: found.guessable,
+            ahead_bytes: found.ahead_bytes,
             n_failed: found.failed,
             n_major_faults: found.major_faults,
             schedule_us: (found.seconds * 1e6) as u64,

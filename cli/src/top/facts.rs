@@ -168,7 +168,7 @@ fn streaming(program: &Program, at: usize, stream: &StreamFigures) -> Fact {
     };
     let checked = rate(|stream| stream.checked_bytes as f64);
     let resident = rate(|stream| stream.resident_bytes as f64);
-    let read = rate(|stream| (stream.read_bytes + stream.guessed_bytes) as f64);
+    let read = rate(|stream| (stream.read_bytes + stream.ahead_bytes) as f64);
     let waited = rate(|stream| stream.waited_seconds);
     let chosen = rate(|stream| stream.chosen as f64);
     let replaced = rate(|stream| stream.replaced as f64);

@@ -108,7 +108,6 @@ impl Config {
             look_ahead: values.switch("LLAMA_POSTFETCH_LOOK_AHEAD"),
             page_lock: values.switch("LLAMA_SIDECAR_PAGE_LOCK"),
         };
-        let expert_stream_predict = values.switch("LLAMA_EXPERT_STREAM_PREDICT");
         let expert_stream_trace = values.path("LLAMA_EXPERT_STREAM_TRACE");
         let expert_stream_prefer = values.get("LLAMA_EXPERT_STREAM_PREFER", |value| {
             utf8(value).and_then(margin)
@@ -149,12 +148,8 @@ impl Config {
             trace_weights: values.switch("LLAMA_EXPERT_TRACE_WEIGHTS"),
             trace_saliency: values.own_path("LLAMA_EXPERT_TRACE_SALIENCY"),
             expert_masks: values.switch("LLAMA_EXPERT_MASKS"),
-            expert_stream: values.expert_stream(
-                expert_stream_predict
-                    || expert_stream_trace.is_some()
-                    || expert_stream_prefer.is_some(),
-            ),
-            expert_stream_predict,
+            expert_stream: values
+                .expert_stream(expert_stream_trace.is_some() || expert_stream_prefer.is_some()),
             expert_stream_trace,
             expert_stream_prefer,
             accepts_changed_results: values.switch("LLAMA_EXPERT_STREAM_ACCEPT_CHANGES"),

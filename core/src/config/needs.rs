@@ -64,11 +64,7 @@ static NEEDS: [Need; 15] = [
         next: "also set LLAMA_EXPERT_TRACE_STATS=1 (--expert-trace-stats)",
     },
     Need {
-        variables: &[
-            "LLAMA_EXPERT_STREAM_MEMORY_MB",
-            "LLAMA_EXPERT_STREAM_PREDICT",
-            "LLAMA_EXPERT_STREAM_TRACE",
-        ],
+        variables: &["LLAMA_EXPERT_STREAM_MEMORY_MB", "LLAMA_EXPERT_STREAM_TRACE"],
         is_met: |config| config.expert_stream.streams(),
         next: "set LLAMA_EXPERT_STREAM=auto (--stream-experts)",
     },

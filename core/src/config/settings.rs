@@ -193,8 +193,6 @@ pub struct Config {
     pub expert_masks: bool,
     /// `LLAMA_EXPERT_STREAM`.
     pub expert_stream: ExpertStream,
-    /// `LLAMA_EXPERT_STREAM_PREDICT`.
-    pub expert_stream_predict: bool,
     /// `LLAMA_EXPERT_STREAM_TRACE`.
     pub expert_stream_trace: Option<PathBuf>,
     /// `LLAMA_EXPERT_STREAM_PREFER`, also where changed results are not accepted.

@@ -119,11 +119,10 @@ fn a_choice_is_one_of_its_words() {
 }
 
 #[test]
-fn prediction_turns_streaming_on_unless_that_is_set() {
-    let predict = ("LLAMA_EXPERT_STREAM_PREDICT", "1");
-    let stream = |value| parse(&[predict, ("LLAMA_EXPERT_STREAM", value)]).expert_stream;
-    assert_eq!(parse(&[predict]).expert_stream, ExpertStream::Auto);
-    let trace = parse(&[("LLAMA_EXPERT_STREAM_TRACE", "/t.json")]);
+fn a_trace_turns_streaming_on_unless_that_is_set() {
+    let path = ("LLAMA_EXPERT_STREAM_TRACE", "/t.json");
+    let stream = |value| parse(&[path, ("LLAMA_EXPERT_STREAM", value)]).expert_stream;
+    let trace = parse(&[path]);
     assert_eq!(trace.expert_stream, ExpertStream::Auto);
     assert_eq!(trace.expert_stream_trace, Some("/t.json".into()));
     assert_eq!(stream("on"), ExpertStream::On);

@@ -233,13 +233,6 @@ pub static VARIABLES: &[Variable] = &[
         flag: Some("stream-experts"),
     },
     Variable {
-        name: "LLAMA_EXPERT_STREAM_PREDICT",
-        default: Value("0"),
-        kind: Switch,
-        help: "also read the experts that the next layer will probably use; drop-in: `LLAMA_EXPERT_STREAM` is then `auto` unless it is set",
-        flag: Some("stream-predict"),
-    },
-    Variable {
         name: "LLAMA_EXPERT_STREAM_TRACE",
         default: Described("none"),
         kind: Path,

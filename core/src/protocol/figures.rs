@@ -133,14 +133,8 @@ figures! {
         Counter resident_bytes: u64 => "stream_resident_bytes_total",
         /// Bytes that were read ahead because of routing.
         Counter read_bytes: u64 => "stream_read_bytes_total",
-        /// Bytes that were read ahead of routing: the next layer of a batch, and guesses.
-        Counter guessed_bytes: u64 => "stream_guessed_bytes_total",
-        /// Number of experts that were guessed.
-        Counter guesses: u64 => "stream_guesses_total",
-        /// Number of experts that were guessed and routed.
-        Counter hits: u64 => "stream_hits_total",
-        /// Number of routed experts of layers with a guess.
-        Counter guessable: u64,
+        /// Bytes that were read ahead of routing: the next layers of a batch, and the most used experts of a trace.
+        Counter ahead_bytes: u64 => "stream_ahead_bytes_total",
         /// Number of choices of experts of which some may be replaced (`LLAMA_EXPERT_STREAM_PREFER`).
         Counter chosen: u64 => "stream_chosen_total",
         /// Number of chosen experts that were replaced by others in memory.

@@ -1,6 +1,6 @@
 //! States of matrices that are read into memory, and waits for them.
 //!
-//! A matrix that is absent is queued by the layer that needs it, or guessed; the one thread that changes its
+//! A matrix that is absent is queued by the layer that needs it, or ahead of it; the one thread that changes its
 //! state to *being read* reads it, and ends the read once. A thread that waits publishes what it waits for
 //! before it looks at the state, and a read publishes its end before it looks for waiting threads, so that no
 //! wait misses the end. `tests/interleavings` executes this module with each order of these accesses.
@@ -26,7 +26,7 @@ pub enum Reason {
     /// A layer was routed to its expert.
     Routed,
     /// A layer will probably be routed to it.
-    Guessed,
+    Ahead,
 }
 
 /// The state of a matrix.
@@ -106,12 +106,12 @@ impl Arrivals {
         self.waiters.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Begins to read a matrix. Returns `None` if another thread reads it, or if it was guessed and has been
+    /// Begins to read a matrix. Returns `None` if another thread reads it, or if it is read ahead and has been
     /// queued.
     pub fn begin<'a>(&'a self, piece: usize, state: &'a State, reason: Reason) -> Option<Read<'a>> {
         let before = match reason {
             Reason::Routed => QUEUED,
-            Reason::Guessed => ABSENT,
+            Reason::Ahead => ABSENT,
         };
         state.change(before, READING).then(|| Read {
             arrivals: self,
@@ -160,10 +160,10 @@ mod tests {
         let (arrivals, state) = (Arrivals::default(), State::default());
         let begin = |reason| arrivals.begin(0, &state, reason);
         assert!(state.queue());
-        assert!(begin(Reason::Guessed).is_none());
+        assert!(begin(Reason::Ahead).is_none());
         assert!(state.is_coming());
         let read = begin(Reason::Routed).expect("it is queued");
-        for reason in [Reason::Guessed, Reason::Routed] {
+        for reason in [Reason::Ahead, Reason::Routed] {
             assert!(begin(reason).is_none());
             assert!(state.is_coming());
         }

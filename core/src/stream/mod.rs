@@ -10,7 +10,6 @@
 //! |---|---|
 //! | [`reader`](Reader) | threads that read ahead; figures |
 //! | [`residents`](Mapped) | experts in memory of the process, in place of pages of their file |
-//! | `router` | a guess at the routing of the next layer |
 //! | [`preference`](Ranking) | a choice that prefers experts in memory: the one part that changes results |
 //! | [`program`] | memory that the program has allocated and not touched |
 //! | `requests`, `pages` | experts to be read; the page cache of a file |
@@ -34,7 +33,6 @@ pub mod program;
 mod reader;
 mod requests;
 mod residents;
-mod router;
 
 pub use pages::{WINDOW, page_size, read_ahead};
 pub use preference::Ranking;

@@ -16,7 +16,6 @@ use super::pages::{self, Residency, WINDOW};
 use super::preference::Ranking;
 use super::requests::{ExpertSet, Requests, UNITS, Unit};
 use super::residents::{Brought, Mapped, Residents};
-use super::router::Routers;
 use crate::descriptors::{Kept, processors};
 use crate::experts::{ExpertIndex, ExpertSlice, ExpertTensor, MAX_EXPERTS, Projection};
 use crate::gguf::GgufFile;
@@ -55,9 +54,8 @@ const NEARLY_ALL: u32 = 75;
 const MOST_LANES: usize = 8;
 /// Threads that read one disk directly; each waits for its read.
 const DIRECT_THREADS: usize = 8;
-/// The most of them that read what is only guessed, besides in a prompt: a routed expert waits for what is
-/// on its way.
-const GUESSING_THREADS: usize = 2;
+/// The most of them that read before routing is known, besides in a prompt: a routed expert waits for what is on its way.
+const AHEAD_THREADS: usize = 2;
 /// Bytes of the next layers of a prompt that are read into memory of the process before they are routed,
 /// if two layers are not more, and half of that memory is not less.
 const AHEAD_BYTES: u64 = 1 << 30;
@@ -67,9 +65,6 @@ const AHEAD_BYTES: u64 = 1 << 30;
 pub struct Settings {
     /// Whether the reader checks residency also after all experts were in memory for some time.
     pub always: bool,
-    /// Whether the reader guesses the experts of the next layer from the input of this layer's
-    /// router.
-    pub predict: bool,
     /// Number of threads.
     pub threads: usize,
     /// Bytes of the largest layer that is read as a whole for a batch, before it is routed. What
@@ -133,7 +128,6 @@ impl Matrices {
 /// let file = GgufFile::open(&path, Access::Read)?;
 /// let settings = Settings {
 ///     always: true,
-///     predict: false,
 ///     threads: 1,
 ///     look_ahead_bytes: 1 << 30,
 /// };
@@ -143,7 +137,7 @@ impl Matrices {
 /// let layer = reader.position(3).expect("layer 3 has experts");
 /// let bytes: Vec<u8> = [1i32, 6].iter().flat_map(|id| id.to_ne_bytes()).collect();
 /// let ids = Ids::packed(&bytes, 2);
-/// reader.schedule(layer, Matrices::ALL, &ids, None);
+/// reader.schedule(layer, Matrices::ALL, &ids);
 ///
 /// // For programs that wait, and tests: the bytes are in memory or on their way.
 /// reader.finish();
@@ -165,7 +159,6 @@ struct Shared {
     /// Number and experts of each layer, ascending.
     layers: Vec<(u32, u32)>,
     always: bool,
-    routers: Option<Routers>,
     page: u64,
     /// Experts in memory of the process; `None` where all are read through the page cache.
     residents: Option<Residents>,
@@ -175,8 +168,6 @@ struct Shared {
     lane_of: Vec<usize>,
     /// The bytes of an expert in each unit.
     unit_bytes: Vec<u64>,
-    /// The experts that the router of each layer will probably choose, until the layer is routed.
-    guesses: Vec<parking_lot::Mutex<Option<ExpertSet>>>,
     /// The matrices of each layer that the program uses in the mapping of their file.
     in_place: Vec<Matrices>,
     /// The matrices of each layer when it was scheduled last.
@@ -208,8 +199,8 @@ struct Shared {
 struct Lane {
     /// Routed experts.
     wanted: Requests,
-    /// Guessed experts, which are read when none is wanted.
-    guessed: Requests,
+    /// Experts of layers that are not routed yet, which are read when none is wanted.
+    ahead: Requests,
     /// Experts that are read while nothing else is requested.
     hottest: Requests,
     /// Bits of threads that wait for requests.
@@ -221,7 +212,7 @@ impl Lane {
     fn new(layers: usize, experts: usize) -> Lane {
         Lane {
             wanted: Requests::new(layers, experts),
-            guessed: Requests::new(layers, experts),
+            ahead: Requests::new(layers, experts),
             hottest: Requests::new(layers, experts),
             idle: AtomicU64::new(0),
             threads: OnceCell::new(),
@@ -229,7 +220,7 @@ impl Lane {
     }
 
     fn is_pending(&self) -> bool {
-        let all = [&self.wanted, &self.guessed, &self.hottest];
+        let all = [&self.wanted, &self.ahead, &self.hottest];
         all.iter().any(|requests| requests.is_pending())
     }
 
@@ -265,10 +256,7 @@ struct Figures {
     checked_pages: AtomicU64,
     resident_pages: AtomicU64,
     read_pages: AtomicU64,
-    guessed_pages: AtomicU64,
-    guesses: AtomicU64,
-    hits: AtomicU64,
-    guessable: AtomicU64,
+    ahead_pages: AtomicU64,
     chosen: AtomicU64,
     replaced: AtomicU64,
     failed: AtomicU64,
@@ -290,13 +278,12 @@ fn add(figure: &AtomicU64, count: u64) {
 
 impl Reader {
     /// Makes a reader for the files of a model, and starts its threads. `in_place` is whether the
-    /// program uses a tensor in the mapping of its file; others are not guessed before their
+    /// program uses a tensor in the mapping of its file; others are not read before their
     /// layer is scheduled for the first time.
     ///
     /// # Errors
     ///
-    /// Fails when the files have no routed experts, no thread can be started, or the routers do
-    /// not fit into memory.
+    /// Fails when the files have no routed experts, or no thread can be started.
     pub fn new(
         files: &[&GgufFile],
         settings: Settings,
@@ -337,10 +324,6 @@ impl Reader {
         let Some(most) = layers.iter().map(|layer| layer.1).max() else {
             return Err(io::Error::other("the model has no routed experts"));
         };
-        let routers = settings
-            .predict
-            .then(|| Routers::read(files, &layers))
-            .transpose()?;
         let in_place: Vec<_> = layers
             .iter()
             .map(|(layer, _)| Matrices::of(index.of_layer(*layer), &in_place))
@@ -381,7 +364,6 @@ impl Reader {
         let shared = Arc::new(Shared {
             files: handles,
             always: settings.always,
-            routers,
             page: pages::page_size(),
             residents,
             lanes: disks
@@ -392,7 +374,6 @@ impl Reader {
             unit_bytes: units()
                 .map(|slice| slice.map_or(0, |slice| slice.nbytes))
                 .collect(),
-            guesses: layers.iter().map(|_| Default::default()).collect(),
             matrices: in_place.iter().map(|of| of.0.into()).collect(),
             in_place,
             look_ahead: layers
@@ -503,20 +484,12 @@ impl Reader {
         count
     }
 
-    /// Requests the matrices of the experts that a layer, by its position, was routed to.
-    /// `hidden` is the input of the layer's router for the last token, as a base for a guess at
-    /// the next layer. Calls for different matrices of a layer, one after the other, count as one.
+    /// Requests the matrices of the experts that a layer, by its position, was routed to. Calls for different matrices of a layer, one after the other, count as one.
     ///
     /// Never waits, takes no memory, and takes no lock for which another thread waits. Ids that
     /// are no experts of the layer are ignored.
-    pub fn schedule(
-        &self,
-        layer: usize,
-        matrices: Matrices,
-        ids: &Ids<'_>,
-        hidden: Option<&[f32]>,
-    ) {
-        self.shared.schedule(layer, matrices, ids, hidden);
+    pub fn schedule(&self, layer: usize, matrices: Matrices, ids: &Ids<'_>) {
+        self.shared.schedule(layer, matrices, ids);
     }
 
     /// Waits until matrices of a layer that were [scheduled](Reader::schedule) are in memory of the process, or
@@ -646,10 +619,7 @@ impl Reader {
             checked_bytes: bytes(&figures.checked_pages),
             resident_bytes: bytes(&figures.resident_pages),
             read_bytes: bytes(&figures.read_pages),
-            guessed_bytes: bytes(&figures.guessed_pages),
-            guesses: get(&figures.guesses),
-            hits: get(&figures.hits),
-            guessable: get(&figures.guessable),
+            ahead_bytes: bytes(&figures.ahead_pages),
             chosen: get(&figures.chosen),
             replaced: get(&figures.replaced),
             margin: shared.margin(),
@@ -696,7 +666,7 @@ struct Looks {
 }
 
 impl Shared {
-    fn schedule(&self, layer: usize, matrices: Matrices, ids: &Ids<'_>, hidden: Option<&[f32]>) {
+    fn schedule(&self, layer: usize, matrices: Matrices, ids: &Ids<'_>) {
         let (Some(&(_, experts)), Some(of_layer)) =
             (self.layers.get(layer), self.matrices.get(layer))
         else {
@@ -727,11 +697,6 @@ impl Shared {
             return;
         }
         let routed = routed(ids, experts);
-        if let Some(guess) = self.guesses[layer].try_lock().and_then(|mut of| of.take()) {
-            add(&self.figures.guesses, guess.len().into());
-            add(&self.figures.hits, guess.common(&routed).into());
-            add(&self.figures.guessable, routed.len().into());
-        }
         // A batch that uses most experts of a layer uses most of the next one.
         let is_batch = ids.tokens > 1 && routed.len() * 100 >= experts * NEARLY_ALL;
         if let Some(residents) = self.residents.as_ref().filter(|_| !is_next_part) {
@@ -741,7 +706,7 @@ impl Shared {
         for projection in 0..UNITS {
             let unit = layer * UNITS + projection;
             let lane = self.lane(unit);
-            lane.guessed.clear(unit);
+            lane.ahead.clear(unit);
             // A layer has gate and up in one matrix or in two.
             if !matrices.has(projection) || self.unit_bytes[unit] == 0 {
                 continue;
@@ -764,14 +729,8 @@ impl Shared {
         if is_quiet {
             return;
         }
-        let next = layer + 1;
         if is_batch {
-            self.read_layers_ahead(next, &mut requested);
-        } else if let (true, Some(routers), Some(hidden)) =
-            (next < self.layers.len(), &self.routers, hidden)
-        {
-            routers.keep(next, hidden, ids.used);
-            requested[self.lane_of[next * UNITS]] += 1;
+            self.read_layers_ahead(layer + 1, &mut requested);
         }
         for (lane, requested) in self.lanes.iter().zip(requested) {
             lane.wake(requested, usize::MAX);
@@ -829,7 +788,8 @@ impl Shared {
     fn read_layers_ahead(&self, next: usize, requested: &mut [usize; MOST_LANES]) {
         let Some(residents) = &self.residents else {
             if self.look_ahead.get(next) == Some(&true) {
-                self.guess(next, &ExpertSet::first(self.layers[next].1));
+                let all = ExpertSet::first(self.layers[next].1);
+                self.publish(|lane| &lane.ahead, next, &all);
                 requested[self.lane_of[next * UNITS]] += 1;
             }
             return;
@@ -852,9 +812,9 @@ impl Shared {
             let experts = (0..fit).filter(|expert| residents.is_absent(unit, *expert));
             let absent: ExpertSet = experts.collect();
             if absent.len() > 0 {
-                let guessed = &self.lane(unit).guessed;
-                guessed.add(unit, &absent);
-                guessed.publish(unit);
+                let ahead = &self.lane(unit).ahead;
+                ahead.add(unit, &absent);
+                ahead.publish(unit);
                 requested[self.lane_of[unit]] += 1;
             }
             left -= bytes * u64::from(fit);
@@ -928,11 +888,6 @@ impl Shared {
         self.units_of_pass() * self.passes.load(Ordering::Relaxed)
     }
 
-    /// Requests the experts that a layer will probably use.
-    fn guess(&self, layer: usize, experts: &ExpertSet) {
-        self.publish(|lane| &lane.guessed, layer, experts);
-    }
-
     /// Requests experts of a layer in the matrices that it reads.
     fn publish(&self, requests: impl Fn(&Lane) -> &Requests, layer: usize, experts: &ExpertSet) {
         let matrices = Matrices(self.matrices[layer].load(Ordering::Relaxed));
@@ -971,8 +926,7 @@ impl Shared {
             }
             lane.idle.fetch_or(bit, Ordering::SeqCst);
             // What was requested before the bit was set would wake nothing.
-            if !lane.is_pending() || number >= self.guessing_threads() && !lane.wanted.is_pending()
-            {
+            if !lane.is_pending() || number >= self.ahead_threads() && !lane.wanted.is_pending() {
                 match looks_at && (self.is_quiet() || self.residents.is_some()) {
                     true => std::thread::park_timeout(LOOK_PERIOD),
                     false => std::thread::park(),
@@ -982,10 +936,10 @@ impl Shared {
         }
     }
 
-    /// The number of threads of a lane that read what is guessed.
-    fn guessing_threads(&self) -> usize {
+    /// The number of threads of a lane that read before routing is known.
+    fn ahead_threads(&self) -> usize {
         match &self.residents {
-            Some(residents) if !residents.scans() => GUESSING_THREADS,
+            Some(residents) if !residents.scans() => AHEAD_THREADS,
             _ => usize::MAX,
         }
     }
@@ -994,12 +948,11 @@ impl Shared {
     fn work(&self, lane: &Lane, number: usize) -> bool {
         let first = self.current.load(Ordering::Relaxed) * UNITS;
         if self.residents.is_some() {
-            let guesses = [(&lane.guessed, first), (&lane.hottest, 0)];
+            let ahead = [(&lane.ahead, first), (&lane.hottest, 0)];
             return self.bring_one(lane, &lane.wanted, first, Reason::Routed)
-                || self.guess_next()
-                || number < self.guessing_threads()
-                    && guesses.iter().any(|(requests, first)| {
-                        self.bring_one(lane, requests, *first, Reason::Guessed)
+                || number < self.ahead_threads()
+                    && ahead.iter().any(|(requests, first)| {
+                        self.bring_one(lane, requests, *first, Reason::Ahead)
                     });
         }
         if let Some(unit) = lane.wanted.claim(first) {
@@ -1010,31 +963,9 @@ impl Shared {
             self.note_residency(resident);
             return true;
         }
-        let has_guessed = self.guess_next();
         let without = |others: &[&Requests]| !others.iter().any(|others| others.is_pending());
-        self.read_guesses(&lane.guessed, first, || without(&[&lane.wanted]))
-            || has_guessed
-            || self.read_guesses(&lane.hottest, 0, || without(&[&lane.wanted, &lane.guessed]))
-    }
-
-    /// Guesses the experts of the next layer, if the input of its router is known; returns whether it is.
-    fn guess_next(&self) -> bool {
-        let Some((layer, experts)) = self.routers.as_ref().and_then(Routers::guess) else {
-            return false;
-        };
-        // A later layer may have been routed meanwhile.
-        if self.current.load(Ordering::Relaxed) + 1 == layer {
-            if let Some(mut of_layer) = self.guesses[layer].try_lock() {
-                *of_layer = Some(experts);
-            }
-            self.guess(layer, &experts);
-            if self.residents.is_some() {
-                for lane in &self.lanes {
-                    lane.wake(GUESSING_THREADS, GUESSING_THREADS);
-                }
-            }
-        }
-        true
+        self.read_ahead(&lane.ahead, first, || without(&[&lane.wanted]))
+            || self.read_ahead(&lane.hottest, 0, || without(&[&lane.wanted, &lane.ahead]))
     }
 
     /// Reads one requested expert, while other threads read the next ones; returns whether there was one.
@@ -1049,7 +980,7 @@ impl Shared {
         if requests.is_pending() {
             let below = match reason {
                 Reason::Routed => usize::MAX,
-                Reason::Guessed => self.guessing_threads(),
+                Reason::Ahead => self.ahead_threads(),
             };
             lane.wake(1, below);
         }
@@ -1059,15 +990,15 @@ impl Shared {
         true
     }
 
-    /// Reads the guessed experts of a unit while there is nothing else to do; returns whether there was
+    /// Reads experts of a unit that is not routed yet while there is nothing else to do; returns whether there was
     /// a unit.
-    fn read_guesses(&self, requests: &Requests, first: Unit, is_idle: impl Fn() -> bool) -> bool {
+    fn read_ahead(&self, requests: &Requests, first: Unit, is_idle: impl Fn() -> bool) -> bool {
         let Some(unit) = requests.claim(first) else {
             return false;
         };
         while is_idle() {
             match requests.pop(unit) {
-                Some(expert) => self.read(unit, expert, Reason::Guessed),
+                Some(expert) => self.read(unit, expert, Reason::Ahead),
                 None => return true,
             };
         }
@@ -1118,7 +1049,7 @@ impl Shared {
                     self.note_residency(false);
                     let figure = match reason {
                         Reason::Routed => &self.figures.read_pages,
-                        Reason::Guessed => &self.figures.guessed_pages,
+                        Reason::Ahead => &self.figures.ahead_pages,
                     };
                     add(figure, pages(bytes));
                     return false;
@@ -1133,7 +1064,7 @@ impl Shared {
                 Brought::Left => self.note_residency(false),
             }
             // It goes through the page cache once its layer is routed, which drops what is used before that.
-            if reason == Reason::Guessed && !residents.fits_page_cache() {
+            if reason == Reason::Ahead && !residents.fits_page_cache() {
                 return false;
             }
         }
@@ -1177,7 +1108,7 @@ impl Shared {
         add(
             match reason {
                 Reason::Routed => &self.figures.read_pages,
-                Reason::Guessed => &self.figures.guessed_pages,
+                Reason::Ahead => &self.figures.ahead_pages,
             },
             read,
         );

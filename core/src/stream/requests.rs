@@ -48,12 +48,6 @@ impl ExpertSet {
     pub fn len(&self) -> u32 {
         self.0.iter().map(|word| word.count_ones()).sum()
     }
-
-    /// Returns the number of experts that are in both sets.
-    pub fn common(&self, other: &ExpertSet) -> u32 {
-        let both = self.0.iter().zip(&other.0);
-        both.map(|(one, two)| (one & two).count_ones()).sum()
-    }
 }
 
 impl FromIterator<u32> for ExpertSet {
@@ -188,7 +182,6 @@ mod tests {
     fn sets_have_a_size_and_common_experts() {
         assert_eq!(ExpertSet::first(70).len(), 70);
         assert_eq!(ExpertSet::first(MAX_EXPERTS + 1).len(), MAX_EXPERTS);
-        assert_eq!(set(&[1, 65, 4095]).common(&set(&[65, 2, 4095])), 2);
         let experts: Vec<u32> = set(&[4095, 0, 65, 63]).iter().collect();
         assert_eq!(experts, [0, 63, 65, 4095]);
     }

@@ -84,8 +84,6 @@ pub struct FusedOps {
 pub struct Use {
     /// The operation, or the operation that does the same with a single weight.
     pub op: i32,
-    /// The source that a matrix product multiplies with its weights.
-    pub input: usize,
     /// The source with routed ids, for a product of experts.
     pub ids: Option<usize>,
 }
@@ -93,12 +91,12 @@ pub struct Use {
 impl Ops {
     /// Returns how an operation uses its sources.
     pub fn use_of(&self, op: i32) -> Use {
-        let (op, input, ids) = match self.fused {
-            Some(fused) if op == fused.moe_up_gate => (self.mul_mat_id, 2, Some(3)),
-            Some(fused) if op == fused.up_gate => (self.mul_mat, 2, None),
-            _ => (op, 1, (op == self.mul_mat_id).then_some(2)),
+        let (op, ids) = match self.fused {
+            Some(fused) if op == fused.moe_up_gate => (self.mul_mat_id, Some(3)),
+            Some(fused) if op == fused.up_gate => (self.mul_mat, None),
+            _ => (op, (op == self.mul_mat_id).then_some(2)),
         };
-        Use { op, input, ids }
+        Use { op, ids }
     }
 }
 

@@ -37,8 +37,6 @@ pub struct UsedWeight {
     /// A node without work that is evaluated once the ids are complete and before the experts
     /// are read; null if there is none.
     pub after_ids: *mut Tensor,
-    /// The input of a matrix product.
-    pub input: *mut Tensor,
 }
 
 /// The start of the names in the expert cache that llama.cpp has of its own: `moe_cache.<weight>`.
@@ -133,7 +131,6 @@ impl GraphReads {
                             op: used.op,
                             ids,
                             after_ids: after_ids(ggml, graph, ids, i),
-                            input: layout.source(node, used.input),
                         });
                     }
                     if !is_weight(weight) {

@@ -2,7 +2,7 @@
 //!
 //! In llama.cpp's graphs, the routed ids are a view of the sorted scores: `src[2]` of each
 //! `GGML_OP_MUL_MAT_ID`. After a graph is allocated, that view is made to call a function
-//! ([`Ggml::call_at_view`]); in ik_llama.cpp, a node after it ([`UsedWeight::after_ids`]). The CPU
+//! ([`Ggml::call_at_view`]); in ik_llama.cpp, a node after it ([`UsedWeight::after_ids`](crate::program::graph::UsedWeight::after_ids)). The CPU
 //! backend calls the function when the ids are complete and before any expert of the layer is
 //! read, also when the program uses the graph again.
 //!
@@ -23,7 +23,7 @@ use sidecar_core::stream::{Matrices, Ranking};
 use sidecar_core::trace::Ids;
 
 use crate::ggml::{Callback, F32, Ggml, Graph, Sched, Tensor};
-use crate::program::graph::{Backends, GraphReads, OP_NONE, UsedWeight};
+use crate::program::graph::{Backends, GraphReads, OP_NONE};
 use crate::program::models::{self, Model, TensorPointer};
 use crate::program::sched::Scheduler;
 use crate::program::watched::{Place, Record};
@@ -38,8 +38,6 @@ pub struct Routed<'a> {
     pub mapped: Matrices,
     /// The ids.
     pub ids: Ids<'a>,
-    /// The input of the router for a single token; `None` for several.
-    pub hidden: Option<&'a [f32]>,
 }
 
 /// The experts of a layer in the order of their scores, of which the first are about to be used.
@@ -88,11 +86,6 @@ pub unsafe fn watch(
     scheduler.watched.set_mixed(!on_cpu);
     let mut places = scheduler.watched.places.lock();
     let mut used = 0;
-    // With a GPU, the input may be in its memory.
-    let inputs = match on_cpu && Config::get().expert_stream_predict {
-        true => router_inputs(reads),
-        false => Vec::new(),
-    };
     let experts = reads.weights.iter().filter(|weight| !weight.ids.is_null());
     for weight in experts {
         let Some((model, name, mapped)) = expert(weight.tensor) else {
@@ -124,8 +117,6 @@ pub unsafe fn watch(
                 continue;
             }
         }
-        let of_layer = |input: &&RouterInput| (input.0, input.1) == (model.number, name.layer);
-        let hidden = inputs.iter().find(of_layer);
         let is_ranked = Config::get().preference().is_some() && weight.after_ids == weight.ids;
         // SAFETY: as the caller ensures.
         let ranked_by_logits = is_ranked
@@ -136,7 +127,6 @@ pub unsafe fn watch(
             node: weight.after_ids as usize,
             layer: name.layer,
             matrices: vec![matrix],
-            hidden: hidden.map(|(.., input)| *input),
             ranked_by_logits,
             model,
         });
@@ -163,23 +153,6 @@ fn expert(tensor: *mut Tensor) -> Option<(Arc<Model>, ExpertName, usize)> {
         .find(|instance| instance.tensor.0 == tensor)?;
     let address = instance.mapped.then_some(instance.original.data as usize)?;
     Some((model, name, address))
-}
-
-/// The input of a router: the number of the model, the layer, and the tensor.
-type RouterInput = (u64, u32, TensorPointer);
-
-/// Returns the inputs of the routers that a graph reads.
-fn router_inputs(reads: &GraphReads) -> Vec<RouterInput> {
-    let input = |weight: &UsedWeight| {
-        let (model, at) = models::find(weight.tensor)?;
-        let name = model.name(at).to_str().ok()?;
-        let layer = name
-            .strip_prefix("blk.")?
-            .strip_suffix(".ffn_gate_inp.weight")?;
-        let input = TensorPointer(weight.input);
-        (!weight.input.is_null()).then_some((model.number, layer.parse().ok()?, input))
-    };
-    reads.weights.iter().filter_map(input).collect()
 }
 
 /// Whether ids are the first ones of each row of sorted scores in memory of the CPU, and these scores are logits; `None` if
@@ -305,18 +278,16 @@ pub unsafe fn known(
         });
     }
     // SAFETY: the node is being evaluated: its data is complete, and has the bytes of its
-    // extents. So has the input of the router, which the next nodes read.
+    // extents.
     unsafe {
         let Some(ids) = ids_of(ggml, record.ids.0) else {
             return;
         };
-        let hidden = record.hidden.filter(|_| ids.tokens == 1);
         report(&Routed {
             model: &record.model,
             layer: record.layer,
             mapped,
             ids,
-            hidden: hidden.and_then(|tensor| floats_of(ggml, tensor.0)),
         });
     }
 }
@@ -383,7 +354,6 @@ pub unsafe fn split_begins(ggml: &Ggml, split: *mut Graph, report: impl Fn(&Rout
                 layer,
                 mapped,
                 ids,
-                hidden: None,
             });
         }
     };
@@ -469,22 +439,5 @@ pub unsafe fn ids_at<'a>(
             used_stride: nb[0],
             token_stride: nb[1],
         })
-    }
-}
-
-/// Returns the floats of a vector.
-///
-/// # Safety
-///
-/// A live tensor in host memory whose data is complete, and stays for `'a`.
-unsafe fn floats_of<'a>(ggml: &Ggml, tensor: *const Tensor) -> Option<&'a [f32]> {
-    let layout = &ggml.layout;
-    // SAFETY: as the caller ensures.
-    unsafe {
-        let ne: [i64; 4] = layout.read(tensor, layout.ne);
-        let ty: i32 = layout.read(tensor, layout.ty);
-        let data: *const f32 = layout.read(tensor, layout.data);
-        let plain = ty == F32 && ne[1..] == [1; 3] && !data.is_null() && data.is_aligned();
-        plain.then(|| std::slice::from_raw_parts(data, ne[0].max(0) as usize))
     }
 }

@@ -23,8 +23,6 @@ pub struct Record {
     pub layer: u32,
     /// The matrices of the layer, and where each is while it is in the mapping of its file.
     pub matrices: Vec<(Projection, TensorPointer, usize)>,
-    /// The input of the router.
-    pub hidden: Option<TensorPointer>,
     /// Whether the ids are the first of a ranking, and its scores are logits.
     pub ranked_by_logits: Option<bool>,
 }

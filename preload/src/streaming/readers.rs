@@ -133,7 +133,7 @@ impl Capability for Streaming {
             && let Some(layer) = stream.reader.position(routed.layer)
         {
             let reader = &stream.reader;
-            reader.schedule(layer, routed.mapped, &routed.ids, routed.hidden);
+            reader.schedule(layer, routed.mapped, &routed.ids);
             reader.wait(layer, routed.mapped);
         }
     }
@@ -321,7 +321,7 @@ fn copied<'a>(from: usize, is_whole: bool, ids: impl FnOnce() -> Option<Ids<'a>>
         if stream.copied.swap(layer, Ordering::Relaxed) != layer
             && let Some(ids) = ids()
         {
-            reader.schedule(layer, reader.in_place(layer), &ids, None);
+            reader.schedule(layer, reader.in_place(layer), &ids);
         }
         let copied = if is_whole {
             reader.in_place(layer)
@@ -419,7 +419,6 @@ fn start(model: &Arc<Model>) {
     let config = Config::get();
     let settings = Settings {
         always: config.expert_stream == ExpertStream::On,
-        predict: config.expert_stream_predict,
         threads: Settings::default_threads(),
         look_ahead_bytes: Settings::look_ahead_in(free_memory().map(|(bytes, _)| bytes)),
     };

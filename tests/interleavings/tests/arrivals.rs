@@ -25,7 +25,7 @@ impl Table {
         let table = Table(Default::default(), Arrivals::default());
         // Each part of it exists before the other threads begin.
         for Matrix(state, _) in &table.0 {
-            drop(table.1.begin(0, state, Reason::Guessed));
+            drop(table.1.begin(0, state, Reason::Ahead));
         }
         Arc::new(table)
     }
@@ -85,12 +85,12 @@ fn two_evaluations_wait_for_what_two_threads_read() {
 }
 
 #[test]
-fn one_thread_at_a_time_reads_a_matrix_that_is_guessed_and_routed_and_leaves() {
+fn one_thread_at_a_time_reads_a_matrix_that_is_read_ahead_and_routed_and_leaves() {
     explore(None, NO_LIMIT, || {
         let table = Table::new();
-        let guess = {
+        let ahead = {
             let table = table.clone();
-            thread::spawn(move || table.bring(0, Reason::Guessed, true))
+            thread::spawn(move || table.bring(0, Reason::Ahead, true))
         };
         let reader = {
             let table = table.clone();
@@ -108,7 +108,7 @@ fn one_thread_at_a_time_reads_a_matrix_that_is_guessed_and_routed_and_leaves() {
                 table.bring(0, Reason::Routed, true);
             }
         }
-        guess.join().expect("no panic");
+        ahead.join().expect("no panic");
         reader.join().expect("no panic");
         assert!(!state.is_coming());
     });
