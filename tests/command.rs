@@ -743,7 +743,7 @@ fn help_has_no_markup_and_all_forms() {
     );
     let (text, status) = command_line(&["swap"], "");
     assert_eq!(status.code(), Some(2));
-    for form in ["MODEL --restore", "--live SOCKET --tensor"] {
+    for form in ["MODEL --restore", "--live [SOCKET] --tensor"] {
         assert!(text.contains(form), "{text}");
     }
 }
@@ -1172,6 +1172,79 @@ fn doctor_fails_where_a_request_has_no_effect() {
         );
         assert!(text.contains(fails.unwrap_or_default()), "{text}");
     }
+}
+
+/// `run` makes a socket where one is useful, and commands without a path find it.
+#[test]
+fn a_program_without_a_path_for_its_socket_is_found() {
+    let session = tempfile::tempdir().expect("a folder");
+    let folder = session.path().join("llama-sidecar");
+    let command = |arguments: &[&str]| {
+        let mut command = plain_command(built("release/llama-sidecar"));
+        let output = command
+            .args(arguments)
+            .env("XDG_RUNTIME_DIR", session.path())
+            .output()
+            .expect("it starts");
+        let text = [output.stdout, output.stderr].concat();
+        (String::from_utf8_lossy(&text).into_owned(), output.status)
+    };
+    let print = "echo =$LLAMA_SIDECAR_CONTROL=";
+    let set = |flag| command(&["run", flag, "--", "sh", "-c", print]).0;
+    assert!(set("--none").contains("=="), "a program that is as it was");
+    assert!(!folder.exists());
+    let path = folder.join("sh-%p.sock").display().to_string();
+    let found = set("--hotswap");
+    assert!(found.contains(&format!("={path}=")), "{found}");
+    let mode = folder.metadata().expect("a folder").mode();
+    assert_eq!(mode & 0o777, 0o700);
+    let (text, status) = command(&["status"]);
+    assert!(
+        !status.success() && text.contains("no program is found"),
+        "{text}"
+    );
+
+    let with = DropIn::On(vec![("LLAMA_SIDECAR_CONTROL", path)]);
+    let start = || {
+        let mut host = Host::start(Program::C, &fixture("small.gguf"), &with);
+        host.text(1);
+        let socket = folder.join(format!("sh-{}.sock", host.id()));
+        assert!(socket.exists(), "{}", socket.display());
+        (host, socket)
+    };
+    let (first, _) = start();
+    let (text, status) = command(&["status"]);
+    let process = format!("process {}", first.id());
+    assert!(status.success() && text.contains(&process), "{text}");
+    assert!(command(&["metrics"]).1.success());
+    let model = fixture("small-mixed.gguf").display().to_string();
+    let tensor = "blk.0.ffn_down.weight";
+    let (text, _) = command(&["swap", "--live", "--tensor", tensor, "--from", &model]);
+    assert!(
+        text.contains("undo it with: llama-sidecar swap --live "),
+        "{text}"
+    );
+    assert!(command(&["swap", "--live", "--restore"]).1.success());
+    let (second, left) = start();
+    let (text, status) = command(&["status"]);
+    let both = [first.id(), second.id()].map(|id| format!("sh-{id}.sock"));
+    assert!(
+        !status.success() && text.contains("several programs run"),
+        "{text}"
+    );
+    assert!(both.iter().all(|name| text.contains(name)), "{text}");
+    let (text, _) = command(&["top", "--samples", "1"]);
+    assert!(both.iter().all(|name| text.contains(name)), "{text}");
+    // What a killed program leaves is no program, and the next start removes it.
+    assert_eq!(second.end_by(libc::SIGKILL), Some(libc::SIGKILL));
+    assert!(left.exists() && command(&["status"]).1.success());
+    set("--hotswap");
+    assert!(!left.exists() && command(&["status"]).1.success());
+    assert_eq!(first.end(), Some(0));
+    // A folder of this name that another user can replace is not used.
+    std::fs::remove_dir(&folder).expect("an empty folder");
+    std::os::unix::fs::symlink("/tmp", &folder).expect("free space");
+    assert!(set("--hotswap").contains("=="));
 }
 
 #[test]

@@ -261,8 +261,8 @@ enum Command {
 #[derive(clap::Args)]
 struct MetricsOptions {
     /// Path of the control socket, from LLAMA_SIDECAR_CONTROL of the program; with --listen also a pattern, such as
-    /// '/run/llama/*.sock'. Can be repeated.
-    #[arg(long, env = "LLAMA_SIDECAR_CONTROL", required = true)]
+    /// '/run/llama/*.sock'. Can be repeated. By default those of programs that 'run' has started without one.
+    #[arg(short, long, env = "LLAMA_SIDECAR_CONTROL")]
     socket: Vec<String>,
     #[command(flatten)]
     limit: Limit,
@@ -292,7 +292,7 @@ fn main() -> ExitCode {
         Command::Doctor(options) => doctor::run(&options),
         Command::Compare(options) => compare::run(&options),
         Command::Plan(options) => plan::run(&options),
-        Command::Swap(options) => swap::run(&options),
+        Command::Swap(options) => swap::run(options),
         Command::Tune(options) => tune::run(&options),
         Command::Status { at, hash: true } => control::run(&at, &Request::Hash),
         Command::Status { at, hash: false } => control::run(&at, &Request::Status),
@@ -302,23 +302,27 @@ fn main() -> ExitCode {
             socket,
             listen: Some(address),
             ..
-        }) => exporter::serve(address, &socket),
+        }) => {
+            let all = || control::sockets::pattern().into_iter().collect();
+            exporter::serve(address, &if socket.is_empty() { all() } else { socket })
+        }
         Command::Metrics(MetricsOptions {
             socket,
             limit,
             json,
             ..
-        }) => socket
-            .into_iter()
-            .map(PathBuf::from)
-            .try_for_each(|socket| {
+        }) => {
+            let only = socket.is_empty().then_some(None);
+            let named = socket.into_iter().map(|path| Some(path.into()));
+            only.into_iter().chain(named).try_for_each(|socket| {
                 let at = Control {
                     socket,
                     limit,
                     json,
                 };
                 control::run(&at, &Request::Metrics)
-            }),
+            })
+        }
         Command::Prune(options) => prune::run(&options),
         Command::Top(options) => top::run(&options),
         Command::Reload { at, server } => control::reload(&at, &server),

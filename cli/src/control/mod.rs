@@ -5,10 +5,12 @@
 //! | [`requests`] | requests, and their replies as text |
 //! | [`mask`] | masks of experts from the command line |
 //! | [`server`] | the slots of a llama-server |
+//! | [`sockets`] | sockets without a path that the user chose |
 
 pub mod mask;
 mod requests;
 pub mod server;
+pub mod sockets;
 
 pub use requests::{
     Control, Limit, ask, ask_within, check_connection, check_unused, parsed, reload, run,

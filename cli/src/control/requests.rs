@@ -23,6 +23,7 @@ use sidecar_core::{summary, text};
 
 use crate::control::mask;
 use crate::control::server::ServerOptions;
+use crate::control::sockets;
 use crate::deadline::Deadline;
 use crate::print::stdout;
 
@@ -41,14 +42,22 @@ const LONG: Duration = Duration::from_secs(3600);
 /// A control socket of a program, and how its replies are used.
 #[derive(clap::Args)]
 pub struct Control {
-    /// Path of the control socket, from LLAMA_SIDECAR_CONTROL of the program.
-    #[arg(long, env = "LLAMA_SIDECAR_CONTROL")]
-    pub socket: PathBuf,
+    /// Path of the control socket, from LLAMA_SIDECAR_CONTROL of the program. By default that of the only program that
+    /// 'run' has started without one.
+    #[arg(short, long, env = "LLAMA_SIDECAR_CONTROL")]
+    pub socket: Option<PathBuf>,
     #[command(flatten)]
     pub limit: Limit,
     /// Print JSON.
     #[arg(long)]
     pub json: bool,
+}
+
+impl Control {
+    /// Returns the path of the socket. Fails where it is not known.
+    pub fn socket(&self) -> Result<PathBuf> {
+        self.socket.clone().map_or_else(sockets::only, Ok)
+    }
 }
 
 /// How long a reply may take.
@@ -83,7 +92,7 @@ fn seconds(text: &str) -> Result<Duration, String> {
 
 /// Sends a request and prints the reply, as text or as JSON.
 pub fn run(at: &Control, request: &Request) -> Result<()> {
-    let (socket, as_json) = (&*at.socket, at.json);
+    let (socket, as_json) = (&*at.socket()?, at.json);
     let mut answer = ask(socket, request, at.limit)?;
     let mut out = stdout();
     if as_json {
@@ -171,7 +180,7 @@ pub fn run(at: &Control, request: &Request) -> Result<()> {
 
 /// Reloads changed files; then empties the slots of a llama-server, if one is named.
 pub fn reload(at: &Control, server: &ServerOptions) -> Result<()> {
-    let socket = &*at.socket;
+    let socket = &*at.socket()?;
     // Before anything changes, because the slots must be erasable afterwards.
     let server = server.check(|| process_at(socket))?;
     let mut answer = ask(socket, &Request::Reload, at.limit)?;

@@ -15,7 +15,7 @@ use sidecar_core::config::{
 use sidecar_core::protocol::{Event, NoEffect};
 use sidecar_core::{summary, text, trace};
 
-use crate::control;
+use crate::control::{self, sockets};
 use crate::launch::child::{self, Group, quoted};
 use crate::launch::crashes::Start;
 use crate::launch::executable::{Executable, ld_preload, preload_library};
@@ -51,6 +51,9 @@ const COMPARE: &str =
 /// The variable for experts from disk.
 const STREAM: &str = "LLAMA_EXPERT_STREAM";
 
+/// The variable for the control socket.
+const CONTROL: &str = "LLAMA_SIDECAR_CONTROL";
+
 /// A variable and its value.
 type Setting = (&'static str, OsString);
 
@@ -68,6 +71,10 @@ fn argument(flag: &'static str, variable: &'static Variable) -> Arg {
     let (first, rest) = help.split_at(1);
     let help = format!("{}{rest} ({})", first.to_uppercase(), variable.name);
     let argument = Arg::new(flag).long(flag).help(help);
+    let argument = match flag {
+        "socket" => argument.short('s'),
+        _ => argument,
+    };
     let value = |name: &'static str| argument.clone().value_name(name);
     match variable.kind {
         Kind::Switch => argument.action(ArgAction::SetTrue),
@@ -501,7 +508,15 @@ fn variables(options: &RunOptions, preload: &Path) -> Vec<Setting> {
     if is_left && value_of(&all, STREAM).is_none() {
         all.extend(defaults(options));
     }
-    if parse(&all).program_postfetch.page_lock {
+    let config = parse(&all);
+    let is_controlled = config.hotswap || config.traces() || config.rounds || config.expert_masks;
+    if is_controlled
+        && value_of(&all, CONTROL).is_none()
+        && let Some(socket) = sockets::path_for(Path::new(&options.command[0]))
+    {
+        all.push((CONTROL, socket.into()));
+    }
+    if config.program_postfetch.page_lock {
         // Without it, ggml's CUDA backend refuses to lock memory.
         all.push(("GGML_CUDA_REGISTER_HOST", "1".into()));
     }

@@ -15,7 +15,7 @@ use sidecar_core::protocol::{Request, Status};
 use sidecar_core::reload::{LoadedModel, check_tensor};
 use sidecar_core::text;
 
-use crate::control::{self, Control, Limit, server};
+use crate::control::{self, Control, Limit, server, sockets};
 use crate::interruption;
 use crate::launch::child::quoted;
 use crate::launch::executable::Executable;
@@ -32,8 +32,8 @@ use crate::tune;
 /// The forms of the command.
 pub const USAGE: &str = "llama-sidecar swap MODEL --tensor REGEX --from GGUF [--as TYPE] [OPTIONS]
        llama-sidecar swap MODEL --restore [--tensor REGEX] [OPTIONS]
-       llama-sidecar swap --live SOCKET --tensor REGEX --from GGUF [--as TYPE]
-       llama-sidecar swap --live SOCKET --restore [--tensor REGEX]";
+       llama-sidecar swap --live [SOCKET] --tensor REGEX --from GGUF [--as TYPE]
+       llama-sidecar swap --live [SOCKET] --restore [--tensor REGEX]";
 
 /// The model, and the tensors to replace.
 #[derive(clap::Args)]
@@ -59,9 +59,10 @@ pub struct SwapOptions {
     /// Reload the files in the program that listens at this socket, and wait for the result.
     #[arg(long, value_name = "SOCKET")]
     reload: Option<PathBuf>,
-    /// Swap in the program that listens at this socket, and leave its files as they are.
-    #[arg(long, value_name = "SOCKET", conflicts_with_all = ["model", "dry_run", "reload"])]
-    live: Option<PathBuf>,
+    /// Swap in the program that listens at this socket, and leave its files as they are. Without a socket: in the only
+    /// program that 'run' has started without one.
+    #[arg(long, value_name = "SOCKET", num_args = 0..=1, conflicts_with_all = ["model", "dry_run", "reload"])]
+    live: Option<Option<PathBuf>>,
     #[command(flatten)]
     limit: Limit,
     /// Print the reply of the running program as JSON.
@@ -114,10 +115,15 @@ impl SwapOptions {
         }))
     }
 
+    /// Returns the socket of the program to swap in.
+    fn live(&self) -> Option<&PathBuf> {
+        self.live.as_ref().and_then(Option::as_ref)
+    }
+
     /// Returns a program's socket, and how its replies are used.
     fn at(&self, socket: &Path) -> Control {
         Control {
-            socket: socket.to_owned(),
+            socket: Some(socket.to_owned()),
             limit: self.limit,
             json: self.json,
         }
@@ -125,7 +131,7 @@ impl SwapOptions {
 
     /// Returns what the program that listens reports, if the options name one.
     fn status(&self) -> Result<Option<Status>> {
-        let Some(socket) = self.live.as_ref().or(self.reload.as_ref()) else {
+        let Some(socket) = self.live().or(self.reload.as_ref()) else {
             return Ok(None);
         };
         control::check_connection(socket, &Request::Reload)?;
@@ -233,9 +239,13 @@ impl Wanted<'_> {
 }
 
 /// Swaps, and reloads the files in a program if one is named.
-pub fn run(options: &SwapOptions) -> Result<()> {
+pub fn run(mut options: SwapOptions) -> Result<()> {
+    if let Some(socket @ None) = &mut options.live {
+        *socket = Some(sockets::only()?);
+    }
+    let options = &options;
     let source = options.source()?;
-    let model = match (&options.model, &options.live) {
+    let model = match (&options.model, options.live()) {
         (Some(model), None) => model,
         (_, Some(socket)) => {
             let at = options.at(socket);

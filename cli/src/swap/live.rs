@@ -19,7 +19,7 @@ pub fn set(at: &Control, tensor: &str, from: &Path, named: &Path) -> Result<()> 
     };
     send(at, None, vec![overlay])?;
     if !at.json {
-        let socket = quoted(at.socket.as_os_str());
+        let socket = quoted(at.socket()?.as_os_str());
         println!("undo it with: llama-sidecar swap --live {socket} --restore");
     }
     Ok(())

@@ -23,6 +23,7 @@ use anyhow::{Result, ensure};
 
 use sidecar_core::text;
 
+use crate::control::sockets;
 use crate::print;
 use crate::top::programs::Programs;
 use crate::top::sample::Program;
@@ -30,8 +31,9 @@ use crate::top::sample::Program;
 /// The programs, and how often they are asked.
 #[derive(clap::Args)]
 pub struct TopOptions {
-    /// Path of the control socket, from LLAMA_SIDECAR_CONTROL of the program. Can be repeated.
-    #[arg(long, env = "LLAMA_SIDECAR_CONTROL", required = true)]
+    /// Path of the control socket, from LLAMA_SIDECAR_CONTROL of the program. Can be repeated. By default those of programs
+    /// that 'run' has started without one.
+    #[arg(short, long, env = "LLAMA_SIDECAR_CONTROL")]
     socket: Vec<PathBuf>,
     /// Seconds between two samples.
     #[arg(long, default_value = "1")]
@@ -55,7 +57,12 @@ pub fn run(options: &TopOptions) -> Result<()> {
         options.interval
     );
     let interval = Duration::from_secs_f64(options.interval);
-    let programs: Vec<Program> = options.socket.iter().cloned().map(Program::new).collect();
+    let mut sockets = options.socket.clone();
+    if sockets.is_empty() {
+        sockets = sockets::running();
+        ensure!(!sockets.is_empty(), "{}", sockets::NONE);
+    }
+    let programs: Vec<Program> = sockets.into_iter().map(Program::new).collect();
     if let Some(address) = options.web {
         let programs = Programs::of(programs);
         return web::show(programs, interval, address, options.allow_control);
