@@ -990,6 +990,24 @@ fn top_and_metrics_of_hostile_programs() {
     metrics.wait().expect("it ends");
 }
 
+/// What is read is limited, and is not parsed as far as it came.
+#[test]
+fn a_reply_without_end_takes_little_memory() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("socket");
+    hostile(socket.clone(), "[[],".repeat(20 << 20), false);
+    let mut status = plain_command(built("release/llama-sidecar"));
+    status.arg("status").arg("--socket").arg(&socket);
+    before_exec(&mut status, || limit(libc::RLIMIT_AS, 400 << 20));
+    let output = status.output().expect("it starts");
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    assert!(
+        text.contains("answers with 67108864 bytes or more"),
+        "{text}"
+    );
+}
+
 /// The program is in a process group of its own.
 #[test]
 fn a_key_ends_the_program_that_doctor_tries() {

@@ -18,7 +18,7 @@ from ._files import command_path
 
 Reply = dict[str, Any]
 
-_LONGEST_REPLY = 1 << 30
+_LONGEST_REPLY = 64 << 20
 # In seconds; what the system can wait for.
 _LONGEST_TIMEOUT = 1 << 30
 _PART = 1 << 16

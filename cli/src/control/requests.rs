@@ -31,7 +31,7 @@ use crate::print::stdout;
 const PATIENCE: Duration = Duration::from_secs(30);
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
 /// The longest reply in bytes. A status names each changed tensor of each model.
-const LONGEST_REPLY: u64 = 1 << 30;
+const LONGEST_REPLY: u64 = 64 << 20;
 /// The longest reply to a sample, of which there are many.
 const LONGEST_SAMPLE: u64 = 16 << 20;
 /// How long a reply may take that waits neither for an evaluation nor for a disk.
@@ -366,7 +366,12 @@ fn ask_once(
         let socket = socket.to_owned();
         bail!(Late { socket, error });
     }
-    let is_cut = !answer.ends_with(b"\n") && (answer.len() as u64) < longest;
+    ensure!(
+        (answer.len() as u64) < longest,
+        "{} answers with {longest} bytes or more, which no control socket of llama-sidecar does",
+        text::path(socket)
+    );
+    let is_cut = !answer.ends_with(b"\n");
     if is_cut && (answer.is_empty() || answer.starts_with(b"{")) {
         let cause = sent.and(read).err().map(|error| format!(" ({error})"));
         bail!(
