@@ -21,6 +21,9 @@ Reply = dict[str, Any]
 _LONGEST_REPLY = 64 << 20
 # In seconds; what the system can wait for.
 _LONGEST_TIMEOUT = 1 << 30
+# Of answers that wait neither for an evaluation nor for a disk, of rounds, and of others; as in the command.
+_TIMEOUTS = {"ping": 5.0, "status": 5.0, "metrics": 5.0, "round": None, "round-end": None}
+_TIMEOUT = 3600.0
 _PART = 1 << 16
 # Of an address of AF_UNIX, without the NUL at its end.
 _LONGEST_PATH = 107
@@ -92,7 +95,10 @@ class Sidecar:
     """
 
     def __init__(self, socket: str | os.PathLike[str], timeout: float | None = None) -> None:
-        """`timeout` in seconds is until when an answer has to be complete; without, it takes as long as it takes."""
+        """`timeout` in seconds is until when an answer has to be complete.
+
+        Without, that is 5 for `ping`, `status` and `metrics`, and 3600 for others; a round takes as long as it takes.
+        """
         if timeout is not None and not 0 < timeout <= _LONGEST_TIMEOUT:
             raise ValueError(f"expected a timeout above 0 and up to {_LONGEST_TIMEOUT} s, found {timeout}")
         self.socket = Path(socket)
@@ -101,16 +107,17 @@ class Sidecar:
     def request(self, command: str, **fields: Any) -> Reply:
         """Sends a request and returns its answer."""
         sent = json.dumps({"cmd": command, **fields}).encode() + b"\n"
-        until = None if self.timeout is None else time.monotonic() + self.timeout
-        reply = self._exchange(sent, until)
+        timeout = _TIMEOUTS.get(command, _TIMEOUT) if self.timeout is None else self.timeout
+        until = None if timeout is None else time.monotonic() + timeout
+        reply = self._exchange(sent, timeout, until)
         for _ in range(_ATTEMPTS):
             if not reply.get("busy") or (until is not None and time.monotonic() + _PAUSE >= until):
                 break
             time.sleep(_PAUSE)
-            reply = self._exchange(sent, until)
+            reply = self._exchange(sent, timeout, until)
         return _checked(reply)
 
-    def _exchange(self, sent: bytes, until: float | None) -> Reply:
+    def _exchange(self, sent: bytes, timeout: float | None, until: float | None) -> Reply:
         line = bytearray()
         try:
             with socket.socket(socket.AF_UNIX) as client:
@@ -126,7 +133,7 @@ class Sidecar:
                         break
                     line += part
         except TimeoutError as error:
-            text = f"{self.socket} gave no answer in {self.timeout} s: wait longer (timeout=)"
+            text = f"{self.socket} gave no answer in {timeout} s: wait longer (timeout=)"
             raise Unreachable(text) from error
         except (BrokenPipeError, ConnectionResetError) as error:
             raise Unreachable(f"the program at {self.socket} ended before it answered") from error

@@ -71,6 +71,14 @@ for number, answer in enumerate([drips, lambda client: time.sleep(60)]):
         else:
             raise AssertionError(f"{call} has an answer")
 
+# Without a timeout, too.
+try:
+    Sidecar(program("stopped", lambda client: time.sleep(60))).status()
+except Unreachable as error:
+    assert "gave no answer in 5.0 s" in str(error), error
+else:
+    raise AssertionError("a stopped program has an answer")
+
 texts = ["", "[]", "3", "null", "{", "\xff", '"a"', "[" * 100_000, '{"ok": 1}', '{"ok": false, "reports": 3}']
 good = {"ok": True}
 odd = [None, 3, "a", [3], [None], ["a"], [{}], [[]], {}, [{"changed": 3}], [{"layers": 1}], [{"files": [3]}]]
@@ -150,7 +158,7 @@ class Number:
 asked = []
 path = program("number", lambda client: client.sendall(b'{"ok": true}\n'))
 sidecar = Sidecar(path, timeout=60)
-sidecar._exchange = lambda sent, until: asked.append(json.loads(sent)) or {"ok": True}
+sidecar._exchange = lambda sent, timeout, until: asked.append(json.loads(sent)) or {"ok": True}
 sidecar.mask({Number(3): [Number(5), 7]})
 assert asked == [{"cmd": "mask", "masks": [{"layer": 3, "experts": [5, 7]}], "clear": False}], asked
 for timeout in (0, -1, float("inf"), float("nan")):
