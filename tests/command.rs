@@ -673,10 +673,11 @@ fn a_socket_that_is_in_use_is_reported_before_the_program_starts() {
     let folder = tempfile::tempdir().expect("a folder");
     let socket = folder.path().join("socket");
     let path = socket.display().to_string();
-    let run = || {
-        let asked = ["run", "--hotswap", "--socket", &path, "--"];
+    let run_with = |path: &str| {
+        let asked = ["run", "--hotswap", "--socket", path, "--"];
         command_line(&[&asked[..], &["echo", "started"]].concat(), "")
     };
+    let run = || run_with(&path);
     let listener = UnixListener::bind(&socket).expect("a socket");
     let (text, status) = run();
     assert_eq!(status.code(), Some(1), "{text}");
@@ -688,6 +689,12 @@ fn a_socket_that_is_in_use_is_reported_before_the_program_starts() {
         assert!(text.contains(&part), "{part}: {text}");
     }
     assert!(!text.contains("started"), "{text}");
+    let (text, status) = run_with(&(path.clone() + &"t".repeat(100)));
+    assert_eq!(status.code(), Some(1), "{text}");
+    assert!(
+        text.contains("more than 107 bytes") && !text.contains("started"),
+        "{text}"
+    );
     // The socket of a process that has ended is replaced.
     drop(listener);
     let (text, status) = run();
@@ -1132,12 +1139,6 @@ fn what_had_no_effect_is_named() {
             tokens,
             "its pages are not locked: no backend of this program can lock memory",
         ),
-        (
-            dense,
-            &["--hotswap", "--socket", &long],
-            tokens,
-            "cannot create the control socket",
-        ),
     ] {
         let host = c_host(model);
         let host: Vec<&str> = host.iter().map(String::as_str).collect();
@@ -1162,6 +1163,12 @@ fn what_had_no_effect_is_named() {
     assert_eq!(named("rounds"), Some(Value::Bool(false)), "{status}");
     assert_eq!(named("routes"), Some(Value::Bool(true)), "{status}");
     assert_eq!(named("hot-swap"), None, "{status}");
+    assert_eq!(host.end(), Some(0));
+
+    let without = DropIn::with(&[("LLAMA_SIDECAR_CONTROL", &long)]);
+    let mut host = Host::start(Program::C, &fixture(dense), &without);
+    host.text(1);
+    assert_eq!(host.logged("cannot create the control socket").len(), 1);
     assert_eq!(host.end(), Some(0));
 }
 

@@ -243,6 +243,12 @@ pub fn check_unused(socket: &Path) -> Result<()> {
         "{title}: {} is there, and is no socket: choose another path",
         text::path(socket)
     );
+    ensure!(
+        socket.as_os_str().len() <= sockets::LONGEST,
+        "{title}: {} has more than {} bytes, the most that unix(7) permits: choose a shorter path",
+        text::path(socket),
+        sockets::LONGEST
+    );
     let Ok(stream) = UnixStream::connect(socket) else {
         return Ok(());
     };

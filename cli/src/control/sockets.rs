@@ -14,7 +14,7 @@ use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use sidecar_core::{files, text};
 
 /// The longest path of a socket (unix(7)), without the end of its text.
-const LONGEST: usize = 107;
+pub const LONGEST: usize = 107;
 /// The digits of a process number (`pid_max` in proc(5)), less the two bytes that stand for it.
 const MORE_DIGITS: usize = 5;
 

@@ -19,7 +19,7 @@ use sidecar_core::text;
 
 use super::base::{Base, TOO_SHORT};
 use super::statistics::{self, Statistics};
-use crate::control::{self, Limit};
+use crate::control::{self, Limit, sockets};
 use crate::interruption;
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{JOURNAL, Journal};
@@ -41,8 +41,6 @@ const PERPLEXITY_OF_TEXT: &str = "Final estimate: PPL = ";
 const LONGEST_LINE: usize = 200;
 /// The name of the socket in its folder.
 const SOCKET: &str = "socket";
-/// The most bytes of a path in `sockaddr_un`, without the NUL at its end.
-const LONGEST_SOCKET: usize = 107;
 
 /// How a text is evaluated.
 #[derive(clap::Args)]
@@ -414,9 +412,10 @@ fn socket_folder() -> Result<Temporary> {
     })?;
     let length = folder.path().join(SOCKET).as_os_str().len();
     ensure!(
-        length <= LONGEST_SOCKET,
-        "the path of a socket in {} has {length} bytes, and unix(7) permits {LONGEST_SOCKET}: set TMPDIR to a folder with a shorter path",
-        text::path(&parent)
+        length <= sockets::LONGEST,
+        "the path of a socket in {} has {length} bytes, and unix(7) permits {}: set TMPDIR to a folder with a shorter path",
+        text::path(&parent),
+        sockets::LONGEST
     );
     Ok(folder)
 }
