@@ -18,6 +18,10 @@ use crate::interruption;
 /// What the names of folders start with that have files of any kind.
 const PREFIX: &str = "llama-sidecar.";
 
+/// Why nothing is measured, and the next step, where no file can be made.
+pub const NOT_CREATED: &str =
+    "cannot create a temporary file: set TMPDIR to a folder with free space";
+
 /// A folder that goes when this is dropped.
 pub struct Temporary {
     folder: TempDir,
@@ -82,8 +86,7 @@ pub fn log() -> Result<File> {
             "a file may have {limit} bytes (ulimit -f), and a program that prints more into one is ended: allow {MOST}"
         );
     }
-    tempfile::tempfile()
-        .context("cannot create a temporary file: set TMPDIR to a folder with free space")
+    tempfile::tempfile().context(NOT_CREATED)
 }
 
 /// Locks what was made at a path just now. Before, another process may have taken it for one that was left. Without locks,

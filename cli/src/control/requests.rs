@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::SocketFlags;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 use sidecar_core::config::{Config, Variable};
@@ -441,19 +441,10 @@ fn connect(socket: &Path, request: &Request, time: Option<Duration>) -> Result<U
         };
         anyhow!("cannot connect to {}: {error}; {next}", text::path(socket))
     };
-    let connected = || -> io::Result<UnixStream> {
-        let stream = net::socket_with(
-            AddressFamily::UNIX,
-            SocketType::STREAM,
-            SocketFlags::CLOEXEC,
-            None,
-        )?;
-        // unix(7): the timeout of sending is that of connecting.
-        net::sockopt::set_socket_timeout(&stream, net::sockopt::Timeout::Send, time)?;
-        net::connect(&stream, &SocketAddrUnix::new(socket)?)?;
-        Ok(stream.into())
-    };
-    connected().map_err(refused)
+    let connected = sockets::connect(socket, SocketFlags::empty(), time);
+    connected
+        .map(UnixStream::from)
+        .map_err(|error| refused(error.into()))
 }
 
 /// Returns the user who owns a file, with the name if it is known.

@@ -1,15 +1,16 @@
 //! Sockets of programs that `run` started without a path for one: `PROGRAM-PID.sock` in `$XDG_RUNTIME_DIR/llama-sidecar`,
 //! where commands without `--socket` look for them.
 
-use std::ffi::OsStr;
 use std::fs::{self, DirBuilder};
 use std::io::ErrorKind;
-use std::os::unix::ffi::OsStrExt;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Result, bail};
 use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use sidecar_core::{files, text};
 
@@ -39,14 +40,14 @@ pub fn path_for(program: &Path) -> Option<PathBuf> {
     if !is_own(&folder) {
         return None;
     }
-    let is_left = |path: &PathBuf| matches!(connect(path), Err(Errno::CONNREFUSED));
+    let is_left = |path: &PathBuf| matches!(try_connect(path), Err(Errno::CONNREFUSED));
     for left in sockets().into_iter().filter(is_left) {
         let _ = fs::remove_file(left);
     }
-    let plain = |&byte: &u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
-    let name = program.file_name()?.as_bytes();
-    let name: Vec<u8> = name.iter().copied().filter(plain).take(32).collect();
-    let path = folder.join(OsStr::from_bytes(&[&name, &b"-%p.sock"[..]].concat()));
+    let name = program.file_name()?.to_string_lossy();
+    let is_plain = |of: &char| of.is_ascii_alphanumeric() || "-_".contains(*of);
+    let name: String = name.chars().filter(is_plain).take(32).collect();
+    let path = folder.join(format!("{name}-%p.sock"));
     (path.as_os_str().len() + MORE_DIGITS <= LONGEST).then_some(path)
 }
 
@@ -58,7 +59,7 @@ pub fn pattern() -> Option<String> {
 /// Returns the sockets at which programs listen.
 pub fn running() -> Vec<PathBuf> {
     // One that is stopped, or has many clients, listens, too.
-    let listens = |path: &PathBuf| matches!(connect(path), Ok(()) | Err(Errno::AGAIN));
+    let listens = |path: &PathBuf| matches!(try_connect(path), Ok(_) | Err(Errno::AGAIN));
     let mut running: Vec<PathBuf> = sockets().into_iter().filter(listens).collect();
     running.sort();
     running
@@ -66,18 +67,16 @@ pub fn running() -> Vec<PathBuf> {
 
 /// Returns the socket of the only program that listens.
 pub fn only() -> Result<PathBuf> {
-    let mut running = running();
-    match running.pop() {
-        Some(one) if running.is_empty() => Ok(one),
-        Some(last) => {
-            running.push(last);
-            let names: Vec<String> = running.iter().map(|path| text::path(path)).collect();
+    match &running()[..] {
+        [one] => Ok(one.clone()),
+        [] => bail!("{NONE}"),
+        several => {
+            let names: Vec<String> = several.iter().map(|path| text::path(path)).collect();
             bail!(
                 "several programs run: pass one with --socket: {}",
                 names.join(", ")
             )
         }
-        None => bail!("{NONE}"),
     }
 }
 
@@ -95,9 +94,17 @@ fn sockets() -> Vec<PathBuf> {
     sockets.map(|entry| entry.path()).collect()
 }
 
-/// Connects, without waiting for a place.
-fn connect(path: &Path) -> Result<(), Errno> {
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+/// Connects without waiting for a place.
+fn try_connect(path: &Path) -> Result<OwnedFd, Errno> {
+    connect(path, SocketFlags::NONBLOCK, None)
+}
+
+/// Connects, and waits for at most so long while other clients wait to be accepted.
+pub fn connect(path: &Path, flags: SocketFlags, time: Option<Duration>) -> Result<OwnedFd, Errno> {
+    let flags = flags | SocketFlags::CLOEXEC;
     let stream = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    net::connect(&stream, &SocketAddrUnix::new(path)?)
+    // unix(7): the timeout of sending is that of connecting.
+    set_socket_timeout(&stream, Timeout::Send, time)?;
+    net::connect(&stream, &SocketAddrUnix::new(path)?)?;
+    Ok(stream)
 }

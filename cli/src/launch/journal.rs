@@ -69,9 +69,7 @@ impl Journal {
             })?;
             Ok(file)
         });
-        Ok(Journal(made.context(
-            "cannot create a temporary file: set TMPDIR to a folder with free space",
-        )?))
+        Ok(Journal(made.context(temporary::NOT_CREATED)?))
     }
 
     pub fn path(&self) -> &Path {

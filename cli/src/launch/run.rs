@@ -570,16 +570,19 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn a_dense_model_beside_a_mixture_has_nothing_to_count() {
-        let model = |expert_layers| Event::Model {
-            path: "model".into(),
+    fn model(path: &str, expert_layers: usize) -> Event {
+        Event::Model {
+            path: path.into(),
             files: 1,
             tensors: 1,
             expert_layers,
             predicting: None,
             experts_used: Vec::new(),
-        };
+        }
+    }
+
+    #[test]
+    fn a_dense_model_beside_a_mixture_has_nothing_to_count() {
         let found = NoEffect {
             requested: NoEffect::TRACE.into(),
             sentence: NoEffect::NO_EXPERTS.into(),
@@ -588,30 +591,22 @@ mod tests {
         let nothing = Event::NoEffect { found };
         let config = Config::parse(|_| None);
         let last = |events: &[Event]| summary(&config, &Events::of(events)).pop();
-        let alone = last(&[model(0), nothing.clone()]).expect("a line");
+        let alone = last(&[model("model", 0), nothing.clone()]).expect("a line");
         assert!(alone.contains("nothing was counted"), "{alone}");
-        let beside = last(&[model(0), nothing, model(2)]).expect("a line");
+        let beside = last(&[model("model", 0), nothing, model("model", 2)]).expect("a line");
         assert!(!beside.contains("nothing was counted"), "{beside}");
     }
 
     #[test]
     fn what_has_no_effect_in_one_of_two_processes_names_its_model() {
         let of = |pid, path: &str| {
-            let model = Event::Model {
-                path: path.into(),
-                files: 1,
-                tensors: 1,
-                expert_layers: 0,
-                predicting: None,
-                experts_used: Vec::new(),
-            };
             let found = NoEffect {
                 requested: NoEffect::HOT_SWAP.into(),
                 sentence: format!("nothing was swapped in {pid}"),
                 so_far: true,
             };
             let noted = Event::NoEffect { found };
-            [model, noted].map(|event| Entry { pid, event })
+            [model(path, 0), noted].map(|event| Entry { pid, event })
         };
         let lines = |entries: Vec<Entry>| {
             let config = Config::parse(|_| None);

@@ -484,7 +484,8 @@ impl Reader {
         count
     }
 
-    /// Requests the matrices of the experts that a layer, by its position, was routed to. Calls for different matrices of a layer, one after the other, count as one.
+    /// Requests the matrices of the experts that a layer, by its position, was routed to. Calls for
+    /// different matrices of a layer, one after the other, count as one.
     ///
     /// Never waits, takes no memory, and takes no lock for which another thread waits. Ids that
     /// are no experts of the layer are ignored.

@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn sets_have_a_size_and_common_experts() {
+    fn sets_have_a_size() {
         assert_eq!(ExpertSet::first(70).len(), 70);
         assert_eq!(ExpertSet::first(MAX_EXPERTS + 1).len(), MAX_EXPERTS);
         let experts: Vec<u32> = set(&[4095, 0, 65, 63]).iter().collect();

@@ -167,8 +167,6 @@ pub struct Residents {
     most_pieces: usize,
     /// Bytes of all matrices.
     all_bytes: u64,
-    /// The most bytes that are here now.
-    limit: AtomicU64,
     /// The most bytes for which there is free memory.
     fits: AtomicU64,
     /// The bytes that are missing for the program and the model's other tensors.
@@ -231,7 +229,6 @@ impl Residents {
             }),
             most_pieces: most_mappings().saturating_sub(SPARE_MAPPINGS) / 2,
             all_bytes: sizes.iter().map(|size| *size as u64).sum(),
-            limit: AtomicU64::new(0),
             fits: AtomicU64::new(0),
             missing: AtomicU64::new(0),
             fits_page_cache: AtomicBool::new(false),
@@ -248,7 +245,8 @@ impl Residents {
 
     /// Returns the most bytes that may be here now.
     pub fn limit(&self) -> u64 {
-        self.limit.load(Ordering::Relaxed)
+        let fits = self.fits.load(Ordering::Relaxed);
+        self.mapped.most.map_or(fits, |most| most.min(fits))
     }
 
     /// Returns the bytes of experts that fit, also where the page cache has them or the user allows fewer, and the bytes
@@ -603,8 +601,7 @@ impl Residents {
         let (fits, missing) = program::fitting(free, held.bytes, needed);
         self.fits.store(fits, Ordering::Relaxed);
         self.missing.store(missing, Ordering::Relaxed);
-        let limit = self.mapped.most.map_or(fits, |most| most.min(fits));
-        self.limit.store(limit, Ordering::Relaxed);
+        let limit = self.limit();
         let cached = (held.bytes + free).saturating_sub(self.mapped.others);
         let fits_page_cache = self.uses_page_cache() && self.all_bytes <= cached;
         self.fits_page_cache

@@ -38,8 +38,17 @@ pub fn note(event: impl FnOnce() -> Event) {
 
 /// Appends an event that the journal does not have yet: a program may load a model many times.
 pub fn note_once(event: impl FnOnce() -> Event) {
+    write(event, is_first);
+}
+
+/// Appends the first event about `what`: later ones have other figures.
+pub fn note_first(what: &str, event: impl FnOnce() -> Event) {
+    write(event, |_| is_first(what));
+}
+
+fn is_first(what: &str) -> bool {
     static NOTED: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
-    write(event, |line| NOTED.lock().insert(line.to_owned()));
+    NOTED.lock().insert(what.to_owned())
 }
 
 fn write(event: impl FnOnce() -> Event, is_wanted: impl FnOnce(&str) -> bool) {

@@ -2,7 +2,7 @@
 //! as their layer is routed.
 
 use std::cell::Cell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -585,13 +585,10 @@ fn note_start(path: &str, obstacle: Option<String>, figures: StreamFigures) {
     if let Some(obstacle) = &obstacle {
         EFFECT.note_obstacle(format!("nothing was streamed: {path}: {obstacle}"));
     }
-    static NOTED: Mutex<BTreeSet<(String, Option<String>)>> = Mutex::new(BTreeSet::new());
-    let path = path.to_owned();
-    if NOTED.lock().insert((path.clone(), obstacle.clone())) {
-        journal::note(|| Event::StreamStart {
-            path,
-            obstacle,
-            figures,
-        });
-    }
+    let what = format!("{path}: {obstacle:?}");
+    journal::note_first(&what, || Event::StreamStart {
+        path: path.to_owned(),
+        obstacle,
+        figures,
+    });
 }
