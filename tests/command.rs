@@ -315,9 +315,8 @@ fn a_limit_of_file_sizes_is_no_failed_trial() {
 fn a_program_is_not_tried_where_it_would_end_by_a_limit_of_file_sizes() {
     for (command, most) in [("doctor", 1 << 20), ("compare", 1 << 20), ("doctor", 4096)] {
         let mut tried = plain_command(built("release/llama-sidecar"));
-        tried
-            .args([command, "--"])
-            .arg(llama_cpp("llama-completion"));
+        tried.args([command, "--"]);
+        tried.arg(llama_cpp("llama-completion"));
         tried.args(["-m", "/none", "-n", "4"]);
         before_exec(&mut tried, move || limit(libc::RLIMIT_FSIZE, most));
         let output = tried.output().expect("it starts");
@@ -997,6 +996,27 @@ fn top_and_metrics_of_hostile_programs() {
     metrics.wait().expect("it ends");
 }
 
+/// The reason that a program has given is that of the command, also where a repeated request is late.
+#[test]
+fn a_program_that_was_busy_and_is_late_is_busy() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("socket");
+    let listener = UnixListener::bind(&socket).expect("a new socket");
+    std::thread::spawn(move || {
+        let mut clients = listener.incoming().map(|client| client.expect("a client"));
+        let mut first = clients.next().expect("a client");
+        let _ = first.read(&mut [0; 64]);
+        let _ = first.write_all(b"{\"ok\": false, \"busy\": true, \"error\": \"too many\"}\n");
+        drop(first);
+        // Others get no answer.
+        clients.for_each(std::mem::forget);
+    });
+    let path = socket.display().to_string();
+    let (text, status) = command_line(&["status", "--socket", &path, "--timeout", "1"], "");
+    assert_eq!(status.code(), Some(1), "{text}");
+    assert!(text.contains("too many"), "{text}");
+}
+
 /// What is read is limited, and is not parsed as far as it came.
 #[test]
 fn a_reply_without_end_takes_little_memory() {
@@ -1206,11 +1226,10 @@ fn a_program_without_a_path_for_its_socket_is_found() {
     let folder = session.path().join("llama-sidecar");
     let command = |arguments: &[&str]| {
         let mut command = plain_command(built("release/llama-sidecar"));
-        let output = command
+        command
             .args(arguments)
-            .env("XDG_RUNTIME_DIR", session.path())
-            .output()
-            .expect("it starts");
+            .env("XDG_RUNTIME_DIR", session.path());
+        let output = command.output().expect("it starts");
         let text = [output.stdout, output.stderr].concat();
         (String::from_utf8_lossy(&text).into_owned(), output.status)
     };
@@ -1221,8 +1240,7 @@ fn a_program_without_a_path_for_its_socket_is_found() {
     let path = folder.join("sh-%p.sock").display().to_string();
     let found = set("--hotswap");
     assert!(found.contains(&format!("={path}=")), "{found}");
-    let mode = folder.metadata().expect("a folder").mode();
-    assert_eq!(mode & 0o777, 0o700);
+    assert_eq!(folder.metadata().expect("a folder").mode() & 0o777, 0o700);
     let (text, status) = command(&["status"]);
     assert!(
         !status.success() && text.contains("no program is found"),

@@ -114,7 +114,13 @@ class Sidecar:
             if not reply.get("busy") or (until is not None and time.monotonic() + _PAUSE >= until):
                 break
             time.sleep(_PAUSE)
-            reply = self._exchange(sent, timeout, until)
+            try:
+                reply = self._exchange(sent, timeout, until)
+            except Unreachable:
+                # A late program has given a reason before.
+                if until is None or time.monotonic() < until:
+                    raise
+                break
         return _checked(reply)
 
     def _exchange(self, sent: bytes, timeout: float | None, until: float | None) -> Reply:

@@ -106,6 +106,22 @@ except SidecarError as error:
     assert str(error) == "too many", error
 
 
+answers = [busy]
+
+
+def busy_then_late(client):
+    """Answers once."""
+    client.sendall(answers.pop()) if answers else time.sleep(60)
+
+
+try:
+    Sidecar(program("busy_then_late", busy_then_late), timeout=0.5).ping()
+except SidecarError as error:
+    assert str(error) == "too many", error
+else:
+    raise AssertionError("it was busy")
+
+
 def refuses(client):
     """Answers before it has read all, as the program does with a line that is too long."""
     client.sendall(b'{"ok": false, "error": "too long"}\n')

@@ -337,11 +337,17 @@ fn ask_until(
 ) -> Result<Value> {
     let patience = Instant::now() + PATIENCE;
     let last = until.map_or(patience, |until| until.min(patience));
+    let mut busy = None;
     loop {
-        let answer = ask_once(socket, request, until, longest)?;
+        let answer = match (ask_once(socket, request, until, longest), busy) {
+            // It has given a reason before.
+            (Err(error), Some(busy)) if error.is::<Late>() => return Ok(busy),
+            (answer, _) => answer?,
+        };
         if answer["busy"] != true || Instant::now() + BUSY_PAUSE >= last {
             return Ok(answer);
         }
+        busy = Some(answer);
         std::thread::sleep(BUSY_PAUSE);
     }
 }
