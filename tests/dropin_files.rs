@@ -339,16 +339,6 @@ fn files_that_are_opened_for_their_metadata_are_closed_again() {
 }
 
 #[test]
-fn a_request_to_measure_that_cannot_be_read_leaves_the_program() {
-    let (_folder, path) = folder(&model(1.0));
-    let measure = DropIn::with(&[("LLAMA_SIDECAR_MEASURE", "/nowhere")]);
-    let mut host = Host::start(Program::Small(true), &path, &measure);
-    assert_eq!(host.ask("decode"), result(1.0));
-    host.wait_logged("nothing is measured: cannot read /nowhere", 1);
-    assert_eq!(host.end(), Some(0));
-}
-
-#[test]
 fn a_worker_has_paths_of_its_own() {
     let (folder, path) = folder(&model(1.0));
     let pattern = folder.path().join("%p.socket").display().to_string();

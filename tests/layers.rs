@@ -25,14 +25,14 @@ const CRATES: [&str; 9] = [
 
 /// The most lines of Rust in a folder. A change that needs more states why in its commit, and raises the number here.
 const MOST_LINES: [(&str, usize); 9] = [
-    ("core", 20_700),
+    ("core", 20_650),
     ("src", 11_700),
-    ("preload", 25_700),
-    ("cli", 25_550),
+    ("preload", 25_250),
+    ("cli", 24_050),
     ("xtask", 9_950),
     ("testkit", 4_650),
     ("ggml-quantize", 600),
-    ("tests", 31_350),
+    ("tests", 31_650),
     ("benches", 3_850),
 ];
 

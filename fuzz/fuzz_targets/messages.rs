@@ -7,8 +7,7 @@ use std::fmt::Debug;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use sidecar_core::protocol::{
-    Entry, Hashes, LayerMask, Measure, Measured, Metrics, Reloads, Reply, Request, Status, Traces,
-    line,
+    Entry, Hashes, LayerMask, Metrics, Reloads, Reply, Request, Status, Traces, line,
 };
 
 #[cfg(fuzzing)]
@@ -39,6 +38,4 @@ pub fn check(bytes: &[u8]) {
     again::<Metrics>(bytes);
     again::<Traces>(bytes);
     again::<Entry>(bytes);
-    again::<Measure>(bytes);
-    again::<Measured>(bytes);
 }

@@ -40,7 +40,7 @@ use crate::program::{loads, masks, models, own_cache, routing};
 use crate::rounds;
 use crate::streaming::{self, load};
 use crate::trace::counts;
-use crate::{lifecycle, logits, measure, postfetch};
+use crate::{lifecycle, logits, postfetch};
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the drop-in works on Linux x86-64 only");
@@ -442,7 +442,6 @@ fn opened_file(call: &Call, path: &Path) {
     // The program may change its working directory later.
     if let Ok(path) = std::path::absolute(path) {
         guarded(|| {
-            measure::run_once(call.ggml, &path, &|name| call.caller.symbol(name));
             loads::file_opened(call.caller, call.ggml, &path);
             load::file_opened(call.caller, call.ggml);
             counts::file_opened(call.caller);

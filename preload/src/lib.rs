@@ -14,7 +14,6 @@
 //! | [`streaming`], [`trace`] | experts from disk as soon as they are routed; which experts are used |
 //! | [`masking`] | experts that are never chosen |
 //! | [`logits`] | hashes of what evaluations computed |
-//! | [`measure`] | how fast the program's ggml multiplies and copies |
 //! | [`program`] | the program's models, graphs and schedulers, and the events of capabilities |
 //! | [`loader`] | loaded objects, and the calls between them |
 //! | [`ggml`] | a copy of ggml: its functions and the layout of its tensors |
@@ -39,7 +38,6 @@ mod lifecycle;
 mod loader;
 mod logits;
 mod masking;
-mod measure;
 mod postfetch;
 mod process;
 mod program;

@@ -18,7 +18,6 @@ use crate::control::{self, clients};
 use crate::hotswap::reloader::{self, HotSwap};
 use crate::logits::Logits;
 use crate::masking::ExpertMasks;
-use crate::measure::Measurements;
 use crate::postfetch::PostFetch;
 use crate::postfetch::page_lock::PageLock;
 use crate::process::{journal, signals};
@@ -33,11 +32,10 @@ use crate::trace::routes::Routes;
 use crate::trace::saliency::Saliency;
 
 /// The capabilities, in the order in which events are reported to them.
-static CAPABILITIES: [&dyn Capability; 12] = [
+static CAPABILITIES: [&dyn Capability; 11] = [
     &Rounds,
     &Logits,
     &ExpertMasks,
-    &Measurements,
     &ExpertTrace,
     &Routes,
     &Saliency,

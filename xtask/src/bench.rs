@@ -120,9 +120,8 @@ starts a program with it. The log of the program has the times at which an evalu
     },
     Bench {
         name: "plan",
-        heading: "Predictions",
-        note: "All commands of a plan, which is made from one run of the first of them, are run in turn. The errors \
-include the noise of the machine between the plan and these runs.",
+        heading: "Plans",
+        note: "All commands that a plan has run are run again, in turn, more often.",
     },
 ];
 

@@ -6,7 +6,7 @@
 //! | [`results`] | differences with their errors, equal logits, and what follows |
 
 mod report;
-mod results;
+pub mod results;
 
 use std::ffi::OsString;
 use std::fs;

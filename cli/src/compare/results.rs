@@ -32,12 +32,12 @@ impl Ratio {
     }
 
     /// Whether it is certainly above 1, or certainly below.
-    fn differs(&self) -> bool {
+    pub fn differs(&self) -> bool {
         (self.mean - 1.0).abs() > self.error
     }
 
     /// Whether its error is small: against the difference, or below `precision`.
-    fn is_known(&self, precision: f64) -> bool {
+    pub fn is_known(&self, precision: f64) -> bool {
         self.error <= precision.max((self.mean - 1.0).abs() / 4.0)
     }
 

@@ -1,8 +1,8 @@
 //! Options of llama.cpp's programs in a command.
 
-use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
@@ -32,7 +32,6 @@ const fn bare(names: &'static [&'static str]) -> Name {
 }
 
 pub const MODEL: Name = valued(&["--model", "-m"]);
-pub const CONTEXT: Name = valued(&["--ctx-size", "-c"]);
 pub const THREADS: Name = valued(&["--threads", "-t"]);
 pub const BATCH_THREADS: Name = valued(&["--threads-batch", "-tb"]);
 pub const BATCH: Name = valued(&["--ubatch-size", "-ub"]);
@@ -47,10 +46,12 @@ pub const HOST_LAYERS: Name = valued(&["--n-cpu-moe", "-ncmoe"]);
 pub const ALL_HOST: Name = bare(&["--cpu-moe", "-cmoe"]);
 pub const MOE_CACHE: Name = valued(&["--moe-cache-mib"]);
 
-const OVERRIDES: Name = valued(&["--override-kv"]);
+/// Prints the GPUs, and ends the program.
+const LIST_DEVICES: Name = bare(&["--list-devices"]);
 
 /// The options that a program has.
 pub struct Known {
+    program: PathBuf,
     help: String,
 }
 
@@ -63,20 +64,22 @@ impl Known {
             name.contains("llama-"),
             "{name} is none of llama.cpp's programs, whose options are known: pass llama-server, llama-completion, llama-cli or llama-bench with the model, and use what it prints; 'llama-sidecar compare' measures any program"
         );
-        let output = Command::new(&program)
-            .arg("--help")
-            .stdin(Stdio::null())
-            .output()
-            .with_context(|| format!("cannot run {}", text::path(&program)))?;
-        let help = [output.stdout, output.stderr].concat();
-        let help = String::from_utf8_lossy(&help).into_owned();
-        let known = Known { help };
+        let help = printed(&program, "--help")?;
+        let known = Known { program, help };
         ensure!(
             known.has(THREADS),
             "{} --help does not list --threads: it is no program of llama.cpp, or does not start",
-            text::path(&program)
+            text::path(&known.program)
         );
         Ok(known)
+    }
+
+    /// Returns the free memory of the GPUs that the program lists; `None` without one.
+    pub fn free_memory_of_gpus(&self) -> Result<Option<u64>> {
+        Ok(match self.name(LIST_DEVICES) {
+            Some(option) => free_memory(&printed(&self.program, option)?),
+            None => None,
+        })
     }
 
     /// Returns the first name of an option that the program has.
@@ -116,6 +119,30 @@ impl Known {
     }
 }
 
+/// Returns what a program prints with an option with which it ends at once.
+fn printed(program: &Path, option: &str) -> Result<String> {
+    let output = Command::new(program)
+        .arg(option)
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("cannot run {}", text::path(program)))?;
+    let both = [output.stdout, output.stderr].concat();
+    Ok(String::from_utf8_lossy(&both).into_owned())
+}
+
+/// Sums the last numbers of lines such as `CUDA0: name (24564 MiB, 23000 MiB free)`.
+fn free_memory(list: &str) -> Option<u64> {
+    let free = list.lines().filter_map(|line| {
+        let number = line
+            .trim_end()
+            .strip_suffix(" MiB free)")?
+            .rsplit(' ')
+            .next()?;
+        number.parse::<u64>().ok()?.checked_shl(20)
+    });
+    free.reduce(u64::saturating_add)
+}
+
 /// Returns the indices of the uses of an option, and the values that are in the same word.
 fn uses(
     words: &[OsString],
@@ -138,22 +165,6 @@ fn uses(
 /// Returns the last use of an option.
 fn find(words: &[OsString], of: Name) -> Option<(usize, Option<OsString>)> {
     uses(words, of).next_back()
-}
-
-/// Returns the numbers of the metadata that a command replaces; of several for a key, the first counts.
-pub fn overrides(words: &[OsString]) -> BTreeMap<String, u64> {
-    let mut numbers = BTreeMap::new();
-    for (at, value) in uses(words, OVERRIDES) {
-        let value = value.as_ref().or_else(|| words.get(at + 1));
-        let value = value.map(|of| of.to_string_lossy()).unwrap_or_default();
-        for one in value.split(',') {
-            let number = one.split_once("=int:");
-            if let Some((key, Ok(number))) = number.map(|(key, of)| (key, of.parse())) {
-                numbers.entry(key.to_owned()).or_insert(number);
-            }
-        }
-    }
-    numbers
 }
 
 /// Whether a command has an option.
@@ -198,6 +209,7 @@ mod tests {
     #[test]
     fn options_are_replaced_under_all_their_names() {
         let known = Known {
+            program: PathBuf::new(),
             help:
                 "-t,    --threads N   threads\n-tb, --threads-batch N\n--repack, -nr, --no-repack"
                     .into(),
@@ -214,16 +226,15 @@ mod tests {
         let before = command.clone();
         known.set(&mut command, THREADS, "2");
         assert_eq!(command, before);
-        remove(&mut command, CONTEXT);
-        assert!(!is_in(&command, CONTEXT) && is_in(&command, MODEL));
+        remove(&mut command, THREADS);
+        assert!(!is_in(&command, THREADS) && is_in(&command, MODEL));
         assert_eq!(value_in(&words("p -m"), MODEL), None);
     }
 
     #[test]
-    fn the_first_override_of_a_key_counts() {
-        let command =
-            words("p --override-kv a.x=int:3,a.y=bool:true --override-kv=a.x=int:4,b=int:5");
-        let expected = [("a.x".to_owned(), 3), ("b".to_owned(), 5)];
-        assert_eq!(overrides(&command), expected.into());
+    fn free_memory_of_all_gpus_is_summed() {
+        let list = "Available devices:\n  CUDA0: NVIDIA (x) (24564 MiB, 23000 MiB free)\n  CUDA1: y (8 MiB, 7 MiB free)\n";
+        assert_eq!(free_memory(list), Some(23007 << 20));
+        assert_eq!(free_memory("Available devices:\n  (none)\n"), None);
     }
 }

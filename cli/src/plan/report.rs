@@ -1,195 +1,132 @@
 //! The plan as text and JSON.
 
-use std::collections::BTreeSet;
-use std::ffi::{OsStr, OsString};
 use std::fmt::Write;
-use std::path::PathBuf;
 
 use anyhow::Result;
-use serde::Serialize;
+use serde_json::{Value, json};
 use sidecar_core::{summary, text};
 
-use super::model::Time;
-use super::options::Known;
-use super::runs::Baseline;
-use super::search::{Candidate, EQUAL, Facts, FileSpeeds, Memory, Runs, Setting};
-use super::shape::Bytes;
-use crate::launch::child::quoted;
+use super::changes::Facts;
+use super::rounds::{Candidate, Measured, Results, Weighed};
 use crate::sizes::{Table, size_text};
 
-/// Errors of predictions, as shares: without and with reads from a disk, and with a GPU. They are those of
-/// the comparisons in `docs/plan.md`.
-const ERROR: f64 = 0.15;
-const ERROR_OF_DISK: f64 = 0.3;
-const ERROR_OF_GPU: f64 = 0.3;
-
-/// Where figures are from.
-pub struct Source {
-    /// What limits the memory.
-    pub whose: &'static str,
-    pub is_kept: bool,
-    /// The share of the processors that other programs took during the measurement, if that was too much.
-    pub disturbed: Option<f64>,
-    pub path: Option<PathBuf>,
-    pub cores: u32,
-    pub threads: u32,
-}
-
-/// A command with its prediction.
-#[derive(Serialize)]
-struct Choice {
-    command: String,
-    words: Vec<String>,
-    #[serde(flatten)]
-    candidate: Candidate,
-    prompt_tokens_s: f64,
-    answer_tokens_s: f64,
-    error: f64,
-    /// Why it is not the first one.
-    #[serde(skip_serializing_if = "String::is_empty")]
-    why_not: String,
-}
-
-/// What cannot run.
-#[derive(Serialize)]
-struct Refused {
-    command: String,
-    why: String,
-}
-
 /// A plan.
-#[derive(Serialize)]
 pub struct Plan {
-    layers: u32,
-    expert_layers: u32,
-    experts: u64,
-    experts_used: u64,
-    bytes: Bytes,
-    free_bytes: u64,
-    free_of: &'static str,
-    cores: u32,
-    threads: u32,
-    /// Numbers of threads, and bytes of weights per second that they multiply a single token with.
-    weights_per_second: Vec<(u32, f64)>,
-    gpus: Vec<String>,
-    file: Option<FileSpeeds>,
-    measured: Option<Baseline>,
-    calibration: Runs,
-    kept_in: Option<PathBuf>,
-    is_kept: bool,
-    disturbed: Option<f64>,
-    prompt_tokens: f64,
-    answer_tokens: f64,
-    /// The settings, best first.
-    choices: Vec<Choice>,
-    /// As it was typed.
-    typed: String,
-    refused: Vec<Refused>,
+    pub facts: Facts,
+    /// What limits the memory.
+    pub free_of: &'static str,
+    pub tokens: Weighed,
+    pub results: Results,
 }
 
 impl Plan {
-    pub fn new(
-        facts: &Facts,
-        known: &Known,
-        words: &[OsString],
-        candidates: Vec<Candidate>,
-        refused: Vec<(Setting, String)>,
-        measured: Option<Baseline>,
-        source: Source,
-    ) -> Plan {
-        let words_of = |setting: &Setting| words_of(setting, &facts.typed, words, known);
-        let command = |setting: &Setting| text_of(&words_of(setting));
-        let mut choices: Vec<Choice> = Vec::new();
-        for candidate in candidates {
-            let command = command(&candidate.setting);
-            if choices.iter().any(|known| known.command == command) {
-                continue;
-            }
-            let best = choices.first().map(|of| &of.candidate);
-            let why_not = best.map(|best| why_not(&candidate, best, facts.tokens));
-            choices.push(Choice {
-                command,
-                words: words_of(&candidate.setting),
-                prompt_tokens_s: candidate.prompt.rate(),
-                answer_tokens_s: candidate.token.rate(),
-                error: error(&candidate),
-                why_not: why_not.unwrap_or_default(),
-                candidate,
-            });
-        }
-        let mut without: Vec<Refused> = Vec::new();
-        for (setting, why) in refused {
-            let command = command(&setting);
-            if !without.iter().any(|known| known.command == command) {
-                without.push(Refused { command, why });
-            }
-        }
-        let shape = &facts.shape;
-        Plan {
-            layers: shape.layers,
-            expert_layers: shape.expert_layers,
-            experts: shape.experts,
-            experts_used: shape.used,
-            bytes: shape.bytes(),
-            free_bytes: facts.free,
-            free_of: source.whose,
-            cores: source.cores,
-            threads: source.threads,
-            weights_per_second: facts.weights_per_second(),
-            gpus: facts.measured.devices.iter().map(gpu_text).collect(),
-            file: facts.file.clone(),
-            measured,
-            calibration: facts.runs.clone(),
-            kept_in: source.path,
-            is_kept: source.is_kept,
-            disturbed: source.disturbed,
-            prompt_tokens: facts.tokens.0,
-            answer_tokens: facts.tokens.1,
-            choices,
-            typed: command(&facts.typed),
-            refused: without,
-        }
+    fn typed(&self) -> &Candidate {
+        &self.results.candidates[0]
+    }
+
+    /// Returns the commands that were measured, the fastest one first, and how many times as fast as the one that was typed
+    /// each is.
+    fn measured(&self) -> Vec<(&Candidate, Measured, Option<Faster>)> {
+        let mut all: Vec<_> = self
+            .results
+            .candidates
+            .iter()
+            .enumerate()
+            .filter_map(|(at, of)| {
+                let faster = of.faster_than(self.typed(), self.tokens);
+                Some((
+                    at,
+                    of,
+                    of.mean()?,
+                    faster.map(|(mean, error)| Faster { mean, error }),
+                ))
+            })
+            .collect();
+        all.sort_by(|a, b| {
+            let key = |of: &(usize, &Candidate, Measured, Option<Faster>)| {
+                let faster = of.3.as_ref().map_or(0.0, |of| of.mean);
+                (self.results.best == Some(of.0), faster, of.2.answer)
+            };
+            let (a, b) = (key(a), key(b));
+            let faster = b.1.total_cmp(&a.1).then(b.2.total_cmp(&a.2));
+            b.0.cmp(&a.0).then(faster)
+        });
+        all.into_iter()
+            .map(|(_, of, mean, faster)| (of, mean, faster))
+            .collect()
     }
 
     pub fn json(&self) -> Result<String> {
-        Ok(serde_json::to_string_pretty(self)? + "\n")
+        let choices = self.measured();
+        let choices = choices.iter().map(|(of, mean, faster)| {
+            json!({
+                "command": of.command,
+                "words": of.words.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>(),
+                "runs": of.runs.len(),
+                "prompt_tokens_s": mean.prompt,
+                "answer_tokens_s": mean.answer,
+                "start_seconds": mean.start_seconds,
+                "read_bytes": mean.read_bytes,
+                "faster": faster.as_ref().map(|of| of.mean),
+                "faster_error": faster.as_ref().and_then(|of| of.error),
+            })
+        });
+        let left_out = self.left_out();
+        let left_out = left_out
+            .iter()
+            .map(|(of, why)| json!({"command": of.command, "why": why}));
+        let plan = json!({
+            "model": self.facts.sizes.sentence(),
+            "free_bytes": self.facts.free,
+            "free_of": self.free_of,
+            "gpu_free_bytes": self.facts.gpu_free,
+            "cores": self.facts.cores,
+            "threads": self.facts.threads,
+            "prompt_tokens": self.tokens.prompt,
+            "answer_tokens": self.tokens.answer,
+            "typed": self.typed().command,
+            "rounds": self.results.rounds,
+            "spread": self.results.spread,
+            "stopped": self.results.stopped,
+            "choices": choices.collect::<Vec<Value>>(),
+            "left_out": left_out.collect::<Vec<Value>>(),
+        });
+        Ok(serde_json::to_string_pretty(&plan)? + "\n")
     }
 
-    /// Returns the plan with the best settings.
-    pub fn text(&self, most: usize) -> String {
-        let mut text = String::new();
-        let best = &self.choices[0];
-        let typed = self.choices.iter().find(|of| of.command == self.typed);
+    /// Returns the commands without a figure, and why they have none.
+    fn left_out(&self) -> Vec<(&Candidate, &str)> {
+        let late = self.results.stopped.unwrap_or("it was not run");
+        let candidates = self.results.candidates.iter();
+        let without = candidates.filter(|of| of.runs.is_empty());
+        without
+            .map(|of| (of, of.obstacle.as_deref().unwrap_or(late)))
+            .collect()
+    }
+
+    /// Returns the plan as text. At least one command has run.
+    pub fn text(&self) -> String {
+        let mut out = String::new();
         let mut line = |name: &str, value: String| {
-            let _ = writeln!(text, "{name:<11} {}", text::line(&value));
+            let _ = writeln!(out, "{name:<9} {}", text::line(&value));
         };
-        line("model", self.model_text());
-        line("machine", self.machine_text());
-        line("weights", self.weights_text());
-        for gpu in &self.gpus {
-            line("gpu", gpu.clone());
+        let facts = &self.facts;
+        line("model", facts.sizes.sentence());
+        line(
+            "machine",
+            format!(
+                "{} threads on {} cores; {} leaves {} for a model",
+                facts.threads,
+                facts.cores,
+                self.free_of,
+                size_text(facts.free as f64)
+            ),
+        );
+        if let Some(free) = facts.gpu_free {
+            line("gpu", format!("{} free", size_text(free as f64)));
         }
-        if let Some(file) = &self.file {
-            line("disk", disk_text(file));
-        }
-        if let Some(path) = &self.kept_in {
-            let when = if self.is_kept {
-                "of an earlier run, "
-            } else {
-                ""
-            };
-            line("measured", format!("{when}kept in {}", text::path(path)));
-        }
-        if let Some(share) = self.disturbed {
-            line(
-                "disturbed",
-                format!(
-                    "other programs used {:.0} % of the processors: these predictions are worth little; run plan again when they have ended",
-                    100.0 * share
-                ),
-            );
-        }
-        if let Some(of) = &self.measured {
+        let measured = self.measured();
+        if let Some(of) = self.typed().mean() {
             let start = match of.start_seconds > 0.0 {
                 true => format!("; ready after {:.1} s", of.start_seconds),
                 false => String::new(),
@@ -197,235 +134,150 @@ impl Plan {
             line(
                 "as typed",
                 format!(
-                    "prompts {:.1} tokens/s, answers {:.1} tokens/s, measured{start}",
-                    of.prompt, of.token
+                    "prompts {:.1}, answers {:.1} tokens/s{start}",
+                    of.prompt, of.answer
                 ),
             );
         }
-        if let Some(memory) = summary::memory(&self.calibration.memory) {
+        let streamed = measured
+            .iter()
+            .find_map(|(_, of, _)| summary::memory(of.streamed.as_ref()?));
+        if let Some(memory) = streamed {
             line("memory", memory);
         }
-        let _ = writeln!(text, "\nType this:\n\n  {}\n", best.command);
-        match typed {
-            Some(typed) if typed.command != best.command => {
-                let faster = typed.candidate.seconds / best.candidate.seconds;
-                let _ = writeln!(
-                    text,
-                    "It is predicted to be {faster:.2} times as fast as the command that was typed, for {:.0} tokens of prompt and {:.0} of answer.\n",
-                    self.prompt_tokens, self.answer_tokens
-                );
-            }
-            Some(_) => text.push_str(
-                "It is the command that was typed: nothing is predicted to be faster.\n\n",
-            ),
-            None => {
-                let why = self.refused.iter().find(|of| of.command == self.typed);
-                let why = why.map_or("", |of| &of.why);
-                let _ = writeln!(text, "The command that was typed cannot run here: {why}.\n");
-            }
+        let (best, _, faster) = &measured[0];
+        let _ = writeln!(out, "\nType this:\n\n  {}\n", text::line(&best.command));
+        let _ = writeln!(out, "{}\n", self.sentence(best, faster.as_ref()));
+        out += &self.table(&measured).as_text();
+        for (of, why) in self.left_out() {
+            let _ = writeln!(
+                out,
+                "Left out: {}: {}",
+                text::line(&of.command),
+                text::line(why)
+            );
         }
-        text += &places(&best.candidate.memory).as_text();
-        text.push('\n');
-        text += &self.table(most).as_text();
-        let _ = writeln!(
-            text,
-            "\nPredictions, with errors as in docs/plan.md; 'llama-sidecar compare -- COMMAND' measures."
-        );
-        for of in self.refused.iter().take(3) {
-            let _ = writeln!(text, "Left out: {}: {}", of.command, of.why);
-        }
-        text
+        out
     }
 
-    fn table(&self, most: usize) -> Table {
+    /// Returns what is known about the best command.
+    fn sentence(&self, best: &Candidate, faster: Option<&Faster>) -> String {
+        let Results {
+            rounds,
+            spread,
+            stopped,
+            ..
+        } = &self.results;
+        let is_typed = std::ptr::eq(best, self.typed());
+        let weighed = format!(
+            "for {:.0} tokens of prompt and {:.0} of answer",
+            self.tokens.prompt, self.tokens.answer
+        );
+        let what = match (is_typed, faster) {
+            (true, _) if self.measured().len() == 1 => {
+                "It is the command that was typed: no other one was measured".into()
+            }
+            (true, _) => format!(
+                "It is the command that was typed: none of the others is known to be faster, {weighed}"
+            ),
+            (false, Some(faster)) => format!(
+                "It is {} as fast as the command that was typed, {weighed}",
+                faster.text()
+            ),
+            (false, None) => {
+                let why = self
+                    .typed()
+                    .obstacle
+                    .as_deref()
+                    .unwrap_or("it has no figures");
+                format!(
+                    "The command that was typed does not run here: {}",
+                    text::line(why)
+                )
+            }
+        };
+        let known = match (best.runs.len(), spread) {
+            (1, Some(spread)) => format!(
+                "one run of each, and two of the typed command differed by {:.0} %",
+                100.0 * spread
+            ),
+            (1, None) => "one run of each".into(),
+            (runs, _) => format!("{runs} runs of each, in turn"),
+        };
+        let why = match stopped {
+            Some(why) => format!(", {rounds} rounds: {why}"),
+            None => String::new(),
+        };
+        format!("{what} ({known}{why}).")
+    }
+
+    fn table(&self, measured: &[(&Candidate, Measured, Option<Faster>)]) -> Table {
         let mut table = Table::new([
             "",
             "prompt t/s",
             "answer t/s",
-            "answers wait for",
+            "against typed",
+            "runs",
+            "read",
             "why not",
             "command",
         ]);
-        let typed = self.choices.iter().position(|of| of.command == self.typed);
-        // Of those that differ in threads of prompts alone, the first.
-        let setting = |at: usize| &self.choices[at].candidate.setting;
-        let all = 0..self.choices.len();
-        let differing = all.filter(|&at| !(0..at).any(|of| setting(of).is_like(setting(at))));
-        let shown: BTreeSet<usize> = differing.take(most).chain(typed).collect();
-        for at in shown {
-            let of = &self.choices[at];
-            let rate = |rate: f64| format!("{rate:.2} ±{:.0}%", 100.0 * of.error);
-            let name = match typed == Some(at) {
+        let (_, best, _) = &measured[0];
+        for (at, (of, mean, faster)) in measured.iter().enumerate() {
+            let is_typed = std::ptr::eq(*of, self.typed());
+            let name = match is_typed {
                 true => format!("{} (as typed)", at + 1),
                 false => (at + 1).to_string(),
             };
             table.rows.push(vec![
                 name,
-                rate(of.prompt_tokens_s),
-                rate(of.answer_tokens_s),
-                of.candidate.token.limit().into(),
-                of.why_not.clone(),
+                format!("{:.2}", mean.prompt),
+                format!("{:.2}", mean.answer),
+                faster
+                    .as_ref()
+                    .filter(|_| !is_typed)
+                    .map_or("-".into(), Faster::text),
+                of.runs.len().to_string(),
+                size_text(mean.read_bytes as f64),
+                if at == 0 {
+                    String::new()
+                } else {
+                    self.why_not(mean, best)
+                },
                 of.command.clone(),
             ]);
         }
         table
     }
 
-    fn model_text(&self) -> String {
-        let Bytes {
-            routed,
-            others,
-            rest,
-        } = self.bytes;
-        let size = |bytes: u64| size_text(bytes as f64);
-        let experts = match self.expert_layers {
-            0 => String::new(),
-            layers => format!(
-                ", {layers} with {} experts ({} for a token): {} of experts",
-                self.experts,
-                self.experts_used,
-                size(routed)
-            ),
+    /// Returns what takes most of the time that a command needs more than the best one.
+    fn why_not(&self, of: &Measured, best: &Measured) -> String {
+        let longer = |name, tokens: f64, rate: f64, best: f64| {
+            (tokens / rate - tokens / best, name, best / rate - 1.0)
         };
-        format!(
-            "{} layers{experts}, {} of other matrices, {} of the rest",
-            self.layers,
-            size(others),
-            size(rest)
-        )
-    }
-
-    fn weights_text(&self) -> String {
-        let of = self.weights_per_second.iter();
-        let of: Vec<String> = of
-            .map(|(threads, speed)| format!("{:.1} GB/s with {threads}", speed / 1e9))
-            .collect();
-        format!("multiplied with a token at {} threads", of.join(", "))
-    }
-
-    fn machine_text(&self) -> String {
-        format!(
-            "{} threads on {} cores; {} leaves {} for a model",
-            self.threads,
-            self.cores,
-            self.free_of,
-            size_text(self.free_bytes as f64)
-        )
-    }
-}
-
-/// Returns what goes where with a setting.
-fn places(memory: &Memory) -> Table {
-    let mut table = Table::new(["with this command", "GPU", "memory", "disk"]);
-    let size = |bytes: u64| match bytes {
-        0 => "-".into(),
-        bytes => size_text(bytes as f64),
-    };
-    for (name, of) in [
-        ("routed experts", memory.experts),
-        ("other tensors", memory.others),
-        ("context", memory.context),
-    ] {
-        let cells = [of.gpu, of.memory, of.disk].map(size);
-        table
-            .rows
-            .push(std::iter::once(name.into()).chain(cells).collect());
-    }
-    table
-}
-
-fn disk_text(of: &FileSpeeds) -> String {
-    let faults = of.faults.iter();
-    let faults: Vec<String> = faults
-        .map(|(threads, speed)| format!("{:.0} with {threads}", speed / 1e6))
-        .collect();
-    format!(
-        "{:.0} MB/s with several direct reads at a time; of experts by page faults, MB/s: {} threads",
-        of.direct / 1e6,
-        faults.join(", ")
-    )
-}
-
-fn gpu_text(of: &sidecar_core::protocol::OnDevice) -> String {
-    let speeds = match &of.obstacle {
-        Some(obstacle) => format!("not planned for: {obstacle}"),
-        None => format!(
-            "copies {:.1} GB/s, page-locked {:.1} GB/s; beside copies the processor keeps {:.0} % of its speed",
-            of.pageable / 1e9,
-            of.locked / 1e9,
-            100.0 * of.processor_left
-        ),
-    };
-    format!(
-        "{} ({}), {} of {} free; {speeds}",
-        of.name,
-        of.description,
-        size_text(of.free as f64),
-        size_text(of.total as f64)
-    )
-}
-
-/// Returns the words of the command for a setting.
-fn words_of(setting: &Setting, typed: &Setting, words: &[OsString], known: &Known) -> Vec<String> {
-    let flags = setting.flags();
-    let run: &[&str] = if flags.is_empty() {
-        &[]
-    } else {
-        &["llama-sidecar", "run"]
-    };
-    let end: &[&str] = if flags.is_empty() { &[] } else { &["--"] };
-    let with = run
-        .iter()
-        .chain(&flags)
-        .chain(end)
-        .map(|word| (*word).to_owned());
-    let program = setting.words(typed, words, known);
-    with.chain(
-        program
-            .iter()
-            .map(|word| word.to_string_lossy().into_owned()),
-    )
-    .collect()
-}
-
-fn text_of(words: &[String]) -> String {
-    let words: Vec<String> = words.iter().map(|word| quoted(OsStr::new(word))).collect();
-    words.join(" ")
-}
-
-fn error(of: &Candidate) -> f64 {
-    match (of.token.disk > 0.0, of.setting.gpu.is_some()) {
-        (true, _) => ERROR_OF_DISK,
-        (false, true) => ERROR_OF_GPU,
-        (false, false) => ERROR,
-    }
-}
-
-/// Returns what makes a setting slower than the best one.
-fn why_not(of: &Candidate, best: &Candidate, tokens: (f64, f64)) -> String {
-    let slower = of.seconds / best.seconds - 1.0;
-    if slower < EQUAL {
-        return "equal".into();
-    }
-    let parts = |time: &Time| [time.processor, time.gpu, time.link, time.disk, time.rest];
-    let names = [
-        "the processor",
-        "the GPU",
-        "copies",
-        "the disk",
-        "what is no product",
-    ];
-    let mut most = (0.0, String::new());
-    for (kind, of, best, count) in [
-        ("prompts", &of.prompt, &best.prompt, tokens.0),
-        ("answers", &of.token, &best.token, tokens.1),
-    ] {
-        for ((name, here), there) in names.iter().zip(parts(of)).zip(parts(best)) {
-            let more = (here - there) * count;
-            if more > most.0 {
-                most = (more, format!("{kind} wait for {name}"));
-            }
+        let prompts = longer("prompts", self.tokens.prompt, of.prompt, best.prompt);
+        let answers = longer("answers", self.tokens.answer, of.answer, best.answer);
+        let (most, name, share) = if prompts.0 > answers.0 {
+            prompts
+        } else {
+            answers
+        };
+        match most > 0.0 && share >= 0.01 {
+            true => format!("{name} take {:.0} % longer", 100.0 * share),
+            false => "equal, with more changes".into(),
         }
     }
-    format!("+{:.0} %: {}", 100.0 * slower, most.1)
+}
+
+/// How many times as fast, with the error of several runs.
+struct Faster {
+    mean: f64,
+    error: Option<f64>,
+}
+
+impl Faster {
+    fn text(&self) -> String {
+        let error = self.error.map(|error| format!(" ±{error:.2}"));
+        format!("{:.2}x{}", self.mean, error.unwrap_or_default())
+    }
 }

@@ -73,19 +73,36 @@ fn mb(bytes: f64) -> f64 {
 
 /// Sizes of a model.
 #[derive(Debug, Clone, PartialEq)]
-struct Sizes {
+pub struct Sizes {
     layers: usize,
     /// The most experts of a layer.
     experts: u32,
     /// The fewest and the most experts that a token uses in a layer; none when not known.
     used: Option<(u64, u64)>,
-    expert_bytes: u64,
-    other_bytes: u64,
+    pub expert_bytes: u64,
+    pub other_bytes: u64,
     /// Bytes of the experts that a token uses in all layers.
     token_bytes: f64,
 }
 
 impl Sizes {
+    /// Reads the headers of a model. Returns its sizes, and the layers with routed experts.
+    pub fn read(path: &Path) -> Result<(Sizes, Vec<u32>)> {
+        let files = gguf::open_model(path, Access::Read)?;
+        let routing = Routing::of(&files);
+        let index = ExpertIndex::of(&files);
+        let layers = index.layers().map(|(layer, _)| layer);
+        let layers: Vec<u32> = layers
+            .filter(|layer| !routing.predicting.contains(layer))
+            .collect();
+        let used = layers.iter().map(|&layer| (layer, routing.used_in(layer)));
+        Ok((Sizes::of(&files, &used.collect()), layers))
+    }
+
+    pub fn all_bytes(&self) -> u64 {
+        self.expert_bytes + self.other_bytes
+    }
+
     fn of(files: &[GgufFile], used: &BTreeMap<u32, u64>) -> Sizes {
         let index = ExpertIndex::of(files);
         let mut sizes = Sizes {
@@ -122,7 +139,13 @@ impl Sizes {
         sizes
     }
 
-    fn sentence(&self) -> String {
+    pub fn sentence(&self) -> String {
+        if self.layers == 0 {
+            return format!(
+                "{:.0} MB of tensors, without routed experts",
+                mb(self.other_bytes as f64)
+            );
+        }
         let all = mb(self.token_bytes);
         let of_token = match self.used {
             None => "how many a token uses is not known".into(),

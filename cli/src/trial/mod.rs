@@ -118,11 +118,15 @@ impl Program {
     /// Returns the program with further arguments.
     pub fn with(&self, arguments: &[&str]) -> Program {
         let words = self.words.iter().cloned();
+        self.of(words.chain(arguments.iter().map(OsString::from)).collect())
+    }
+
+    /// Returns the program with another command.
+    pub fn of(&self, words: Vec<OsString>) -> Program {
         Program {
-            kind: self.kind,
-            words: words.chain(arguments.iter().map(OsString::from)).collect(),
+            words,
             requests: self.requests.clone(),
-            longest: self.longest,
+            ..*self
         }
     }
 
@@ -253,7 +257,7 @@ impl Program {
 
     /// Waits until a condition holds or a program has ended, and returns its status then. Fails with
     /// `late` at a time, or if the user ends the command.
-    pub fn wait_until(
+    fn wait_until(
         &self,
         session: &mut Session,
         deadline: Instant,
@@ -343,7 +347,7 @@ fn ended(status: ExitStatus) -> String {
 }
 
 /// Returns what a file has, as text.
-pub fn text_of(file: &mut File) -> Result<String> {
+fn text_of(file: &mut File) -> Result<String> {
     let mut bytes = Vec::new();
     file.rewind()?;
     file.take(MOST_OUTPUT).read_to_end(&mut bytes)?;

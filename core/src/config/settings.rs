@@ -217,8 +217,6 @@ pub struct Config {
     pub memory_bytes: Option<u64>,
     /// `LLAMA_SIDECAR_LOGITS_HASHES`.
     pub logits_hashes: Option<OwnPath>,
-    /// `LLAMA_SIDECAR_MEASURE`.
-    pub measure: Option<PathBuf>,
     /// `LLAMA_SIDECAR_JOURNAL`.
     pub journal: Option<PathBuf>,
     /// `LLAMA_SIDECAR_LOG`.
@@ -242,7 +240,6 @@ impl Config {
             || self.rounds
             || self.expert_masks
             || self.logits_hashes.is_some()
-            || self.measure.is_some()
     }
 
     /// Returns the margin within which experts in memory are preferred, if they are.

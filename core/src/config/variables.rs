@@ -450,13 +450,6 @@ pub static VARIABLES: &[Variable] = &[
         flag: Some("logits-hashes"),
     },
     Variable {
-        name: "LLAMA_SIDECAR_MEASURE",
-        default: Described("none"),
-        kind: Path,
-        help: "drop-in: measure products of matrices with the program's ggml as this file of `llama-sidecar plan` requests, instead of loading a model, and end the process",
-        flag: None,
-    },
-    Variable {
         name: "LLAMA_SIDECAR_LOG",
         default: Value("warn"),
         kind: Level,

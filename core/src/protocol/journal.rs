@@ -4,7 +4,6 @@ use serde::{Deserialize, Serialize};
 
 use super::answers::NoEffect;
 use super::figures::{PostFetchFigures, StreamFigures};
-use super::measurements::Measured;
 
 /// A line of the journal, which a wrapper reads.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -115,11 +114,6 @@ pub enum Event {
     PostFetch { figures: PostFetchFigures },
     /// Figures of expert streaming of all loads of a model, when the process ended.
     Stream { model: u64, figures: StreamFigures },
-    /// What was to be measured has been measured, or not; the process ends.
-    Measured {
-        found: Measured,
-        error: Option<String>,
-    },
     /// The process ended.
     End {
         evaluations: u64,

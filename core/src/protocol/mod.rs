@@ -23,7 +23,6 @@
 //! | module | contents |
 //! |---|---|
 //! | `journal` | events of the journal |
-//! | `measurements` | what the ggml of a program measures |
 //! | `answers` | answers of the drop-in |
 //! | `figures` | figures in answers and events, and the metrics |
 //! | `requests` | requests of a client |
@@ -31,13 +30,11 @@
 mod answers;
 mod figures;
 mod journal;
-mod measurements;
 mod requests;
 
 pub use answers::*;
 pub use figures::*;
 pub use journal::*;
-pub use measurements::*;
 pub use requests::*;
 
 use serde::Serialize;
