@@ -339,6 +339,41 @@ fn files_that_are_opened_for_their_metadata_are_closed_again() {
 }
 
 #[test]
+fn a_file_that_is_replaced_while_it_is_loaded_is_not_swapped() {
+    let (folder, path) = folder(&model(1.0));
+    let other = folder.path().join("other.gguf");
+    model(2.0).write(&other).expect("free space");
+    let new = other.display().to_string();
+    let mut host = Host::start(
+        Program::Small(true),
+        &path,
+        &on(&[("SMALL_REPLACED_BY", &new)]),
+    );
+    assert_eq!(
+        host.ask("decode"),
+        result(2.0),
+        "it has read the header of one file, and the other one"
+    );
+    // A new process would have this one.
+    model(1.0).replace(&path).expect("free space");
+    for command in ["reload", "revert"] {
+        let answer = host.control(command).to_string();
+        assert!(
+            answer.contains("was replaced while the program loaded it"),
+            "{answer}"
+        );
+    }
+    let answer = host.control("status")["models"][0].clone();
+    assert!(answer["content_hash"].is_null(), "{answer}");
+    assert!(
+        answer["obstacle"].to_string().contains("was replaced"),
+        "{answer}"
+    );
+    assert_eq!(host.ask("decode"), result(2.0));
+    assert_eq!(host.end(), Some(0));
+}
+
+#[test]
 fn a_worker_has_paths_of_its_own() {
     let (folder, path) = folder(&model(1.0));
     let pattern = folder.path().join("%p.socket").display().to_string();

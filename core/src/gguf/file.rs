@@ -223,6 +223,14 @@ impl Source {
         self.id
     }
 
+    /// Returns whether its path names this file, without a sign that it named another one since the file was opened: a rename
+    /// changes the time of change.
+    pub fn is_at_its_path(&self) -> bool {
+        FileId::of_path(&self.path).is_ok_and(|now| {
+            now.same_inode(&self.id) && (!now.same_stamp(&self.id) || now.unwritten_since(&self.id))
+        })
+    }
+
     /// Returns whether there is no sign that the open file was written since it was `earlier`. A
     /// rename of the file also explains a different time of change.
     pub fn is_unwritten_since(&self, earlier: &FileId) -> bool {

@@ -234,9 +234,9 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
             attempts: blocked.attempts,
         }),
         noted: model.engine.noted_files().iter().map(file_status).collect(),
-        content_hash: model
-            .engine
-            .content_hash(false)
+        content_hash: (!model.is_replaced)
+            .then(|| model.engine.content_hash(false))
+            .flatten()
             .map(|hash| format!("{hash:032x}")),
         masks: masking::of_model(model),
         stream: streaming::figures(model),

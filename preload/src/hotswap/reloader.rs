@@ -291,11 +291,18 @@ pub fn swaps_any() -> bool {
     Config::get().hotswap && models::models().iter().any(can_swap)
 }
 
+/// Fails if hot-swap is off, or if the bytes that the program has loaded are not known.
+fn check(model: &Model) -> Result<()> {
+    match model.obstacle() {
+        _ if !Config::get().hotswap => Err(Error::HotSwapOff),
+        Some(why) if model.is_replaced => Err(Error::Invalid(why)),
+        _ => Ok(()),
+    }
+}
+
 /// Reloads the changed tensors of one model.
 pub fn reload(model: &Arc<Model>, trigger: Trigger) -> Result<Report> {
-    if !Config::get().hotswap {
-        return Err(Error::HotSwapOff);
-    }
+    check(model)?;
     let result = unless_frozen(model, || store::reload(model, trigger));
     if !was_frozen(&result) {
         note(model, &result);
@@ -310,9 +317,7 @@ pub fn swap(
     revert: &[usize],
     set: &[(usize, &OverlaySource)],
 ) -> Result<Report> {
-    if !Config::get().hotswap {
-        return Err(Error::HotSwapOff);
-    }
+    check(model)?;
     let result = unless_frozen(model, || store::overlay(model, revert, set));
     if !was_frozen(&result) {
         if !(revert.is_empty() && set.is_empty()) {
@@ -328,9 +333,7 @@ pub fn swap(
 
 /// Returns all tensors of a model to their originals.
 pub fn revert(model: &Arc<Model>) -> Result<Report> {
-    if !Config::get().hotswap {
-        return Err(Error::HotSwapOff);
-    }
+    check(model)?;
     let result = exclusively(model, || store::revert(model));
     ENDED.set_again(model);
     note(model, &result);
@@ -343,7 +346,7 @@ pub fn read_content_hash(model: &Arc<Model>, goes_on: impl Fn() -> bool) -> Opti
     let mut next = 0;
     loop {
         let model_stays = model.reloading.lock();
-        if !model.is_alive() || barrier::is_shut() || !goes_on() {
+        if model.is_replaced || !model.is_alive() || barrier::is_shut() || !goes_on() {
             return None;
         }
         if next == model.tensors.len() {

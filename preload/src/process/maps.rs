@@ -4,6 +4,7 @@ use std::ffi::c_void;
 use std::ops::Range;
 use std::os::unix::ffi::OsStrExt;
 
+use memmap2::MmapOptions;
 use sidecar_core::descriptors;
 use sidecar_core::gguf::GgufFile;
 
@@ -40,11 +41,18 @@ struct Map {
     addresses: Range<usize>,
     /// Where the part begins in the file.
     offset: usize,
-    inode: u64,
+    listed: Listed,
     path: Vec<u8>,
     /// Whether it is shared, and for reading alone.
     is_plain: bool,
     is_code: bool,
+}
+
+/// A file as the kernel lists it. Some file systems show another device and inode there than `stat` does.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Listed {
+    device: Vec<u8>,
+    inode: u64,
 }
 
 /// The mapped files.
@@ -60,13 +68,33 @@ impl Maps {
             Some(Map {
                 addresses: range_of(line)?,
                 offset: usize::from_str_radix(text(2)?, 16).ok()?,
-                inode: text(4)?.parse().ok()?,
+                listed: Listed {
+                    device: fields.get(3)?.to_vec(),
+                    inode: text(4)?.parse().ok()?,
+                },
                 path: fields.get(5)?.trim_ascii().to_vec(),
                 is_plain: text(1)? == "r--s",
                 is_code: text(1)?.contains('x'),
             })
         };
         Maps(text.split(|&byte| byte == b'\n').filter_map(line).collect())
+    }
+
+    /// Reads the same, and how the kernel lists these files; `None` for one that cannot be mapped here.
+    pub fn with(files: &[GgufFile]) -> (Maps, Vec<Option<Listed>>) {
+        let map = |file: &GgufFile| {
+            let handle = file.source.handle();
+            // SAFETY: the page is not read.
+            unsafe { MmapOptions::new().len(1).map(handle.get().ok()?) }.ok()
+        };
+        let pages: Vec<_> = files.iter().map(map).collect();
+        let maps = Maps::read();
+        let listed = pages.iter().map(|page| {
+            let map = maps.at(page.as_ref()?.as_ptr() as usize);
+            map.map(|map| map.listed.clone())
+        });
+        let listed = listed.collect();
+        (maps, listed)
     }
 
     /// Whether it could not be read: each process has mapped files.
@@ -83,7 +111,7 @@ impl Maps {
             let (a, b) = (&self.0[at - 1], &self.0[at]);
             a.addresses.end == b.addresses.start
                 && a.offset + a.addresses.len() == b.offset
-                && (a.inode, &a.path) == (b.inode, &b.path)
+                && (&a.listed, &a.path) == (&b.listed, &b.path)
         };
         let first = (1..=at).rev().take_while(|&at| continues(at)).last();
         let last = (at + 1..self.0.len())
@@ -125,8 +153,21 @@ impl Maps {
         })
     }
 
-    /// Whether an address is in the mapping of a file. Some file systems show another
-    /// device there than `stat` does, so the path is compared, too.
+    /// Whether an address is in the mapping of a file, which the kernel lists like this.
+    pub fn is_of_listed(
+        &self,
+        address: *mut c_void,
+        file: &GgufFile,
+        listed: Option<&Listed>,
+    ) -> bool {
+        match (self.at(address as usize), listed) {
+            (Some(map), Some(listed)) => map.listed == *listed,
+            _ => self.is_of(address, file),
+        }
+    }
+
+    /// Whether an address is in the mapping of a file, or of another one that is at its path: whether the kernel lists it like
+    /// `stat` is not known.
     pub fn is_of(&self, address: *mut c_void, file: &GgufFile) -> bool {
         self.at(address as usize).is_some_and(|map| {
             let source = &file.source;
@@ -134,7 +175,7 @@ impl Maps {
                 std::fs::canonicalize(source.path())
                     .is_ok_and(|real| real.as_os_str().as_bytes() == map.path.as_slice())
             };
-            map.inode == source.id().ino || has_path()
+            map.listed.inode == source.id().ino || has_path()
         })
     }
 }
@@ -148,7 +189,10 @@ mod tests {
         let map = |start: usize, len: usize, offset: usize, inode: u64| Map {
             addresses: start..start + len,
             offset,
-            inode,
+            listed: Listed {
+                device: b"08:01".to_vec(),
+                inode,
+            },
             path: b"/model".to_vec(),
             is_plain: inode == 8,
             is_code: false,
@@ -172,6 +216,31 @@ mod tests {
         assert!(!maps.has_plain(142, 8, 31));
         assert!(!maps.has_plain(132, 8, 22));
         assert!(!maps.has_plain(155, 1, 0));
+    }
+
+    #[test]
+    fn a_file_is_told_from_another_one_at_its_path() {
+        use std::fs::{File, rename, write};
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = |name: &str| folder.path().join(name);
+        let empty = [b"GGUF".as_slice(), &[3, 0, 0, 0], &[0; 16]].concat();
+        for name in ["model", "other"] {
+            write(path(name), &empty).expect("free space");
+        }
+        let opened = GgufFile::open(&path("model"), sidecar_core::gguf::Access::Read);
+        let files = [opened.expect("an empty model")];
+        // SAFETY: nobody writes to the files.
+        let map = || unsafe { MmapOptions::new().map(&File::open(path("model")).expect("a file")) };
+        let first = map().expect("a file");
+        rename(path("other"), path("model")).expect("a folder");
+        let second = map().expect("a file");
+        let (maps, listed) = Maps::with(&files);
+        let [first, second] = [first, second].map(|map| {
+            let address = map.as_ptr() as *mut c_void;
+            let is_listed = maps.is_of_listed(address, &files[0], listed[0].as_ref());
+            (maps.is_of(address, &files[0]), is_listed)
+        });
+        assert_eq!((first, second), ((true, true), (true, false)));
     }
 
     #[test]

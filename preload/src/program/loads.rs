@@ -51,6 +51,9 @@ pub struct Load {
     pub kept_out: BTreeSet<CString>,
     /// Whether the program listed the special buffer types of the CPU.
     pub lists_special_types: bool,
+    /// The files that were replaced after their headers were read here and before the first tensor got memory: by then the
+    /// program has opened all of its files, and may have either version.
+    pub replaced: Vec<PathBuf>,
     /// The name of a weight that the program made of others.
     pub altered: Option<CString>,
     /// The name of a tensor that may belong to this load or to another one.
@@ -211,6 +214,7 @@ pub fn file_opened(caller: &'static Caller, ggml: &'static Ggml, path: &Path) {
                 tensors: Vec::new(),
                 kept_out: BTreeSet::new(),
                 lists_special_types: false,
+                replaced: Vec::new(),
                 altered: None,
                 unclear: None,
             });
@@ -304,13 +308,19 @@ pub unsafe fn tensor_placed(ggml: &'static Ggml, tensor: *mut Tensor, buffer: *m
     SHARED.lowest.fetch_min(tensor, Ordering::Relaxed);
     SHARED.highest.fetch_max(tensor + 1, Ordering::Relaxed);
     match loads.choose(&candidates, buffer, address) {
-        Ok((at, file, info)) => loads.open[at].tensors.push(Placed {
-            tensor,
-            buffer,
-            address,
-            file,
-            info,
-        }),
+        Ok((at, file, info)) => {
+            let load = &mut loads.open[at];
+            if load.tensors.is_empty() {
+                load.note_replaced();
+            }
+            load.tensors.push(Placed {
+                tensor,
+                buffer,
+                address,
+                file,
+                info,
+            });
+        }
         Err(of) => loads.unclear.push(Unclear {
             tensor,
             buffer,
@@ -502,6 +512,12 @@ impl Load {
         files
             .filter_map(|(at, file)| Some((at, file.header.find(name)?)))
             .find(|&(at, info)| self.files[at].header.tensors[info].ne == *ne)
+    }
+
+    fn note_replaced(&mut self) {
+        let files = self.files.iter().map(|file| &file.source);
+        let replaced = files.filter(|file| !file.is_at_its_path());
+        self.replaced = replaced.map(|file| file.path().to_owned()).collect();
     }
 
     /// Whether an address is in the mapping of a file that may be the one of this load.

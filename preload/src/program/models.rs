@@ -25,7 +25,7 @@ use crate::ggml::{
 };
 use crate::loader::reach::Unreached;
 use crate::process::journal;
-use crate::process::maps::Maps;
+use crate::process::maps::{Listed, Maps};
 use crate::process::memory::Memory;
 use crate::program::barrier::{self, ModelSet};
 use crate::program::graph::UsedWeight;
@@ -76,6 +76,10 @@ pub struct Model {
     pub own_hotswap: Option<OwnHotSwap>,
     /// Why capabilities are unsafe in this program.
     pub unreached: Unreached,
+    /// Whether the program may have another version of a file than the one whose header was read here.
+    pub is_replaced: bool,
+    /// How the kernel lists its files; `None` where that is not known.
+    listed: Vec<Option<Listed>>,
     /// Why hot-swap cannot write to its devices, in a ggml without functions for devices.
     out_of_reach: Option<&'static str>,
     /// Whether the end of each of its buffers is watched.
@@ -177,6 +181,9 @@ type Index = HashMap<usize, (Arc<Model>, usize, usize)>;
 /// Why nothing is swapped in a model.
 const LOST: &str = "its memory is not that which the program loaded: the program freed it by a call that the drop-in does not see; report it with the version of the program";
 
+/// Why nothing is swapped or streamed in a model.
+const REPLACED: &str = "one of its files was replaced while the program loaded it, and which of both the program has is not known: start the program again";
+
 /// Why nothing is swapped now.
 const UNCHECKED: &str = "whether the program still has the memory that it loaded is not known: /proc/self/maps or /proc/self/mem cannot be read; mount /proc, or raise the limit of open files (ulimit -n)";
 
@@ -277,6 +284,9 @@ impl Model {
                 "the program was loading several models at once, and {name:?} may belong to any of them: load one model after the other"
             ));
         }
+        if self.is_replaced {
+            return Some(REPLACED.into());
+        }
         if self.lost.get().is_some() {
             return Some(LOST.into());
         }
@@ -304,7 +314,11 @@ impl Model {
         // Streaming places memory of its own over the mapping.
         let is_mapped = |tensor: &ModelTensor, instance: &Instance| {
             let data = instance.original.data;
-            maps.is_of(data, &self.files[tensor.file].gguf) || maps.is_shared_memory(data as usize)
+            let (file, listed) = (
+                &self.files[tensor.file].gguf,
+                self.listed[tensor.file].as_ref(),
+            );
+            maps.is_of_listed(data, file, listed) || maps.is_shared_memory(data as usize)
         };
         let is_there = |tensor: &ModelTensor| {
             let mut instances = tensor.instances.iter();
@@ -747,7 +761,8 @@ fn out_of_reach(
 
 fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<Model> {
     let ggml = load.ggml;
-    let maps = Maps::read();
+    let (maps, listed) = Maps::with(&load.files);
+    let mut replaced = load.replaced;
     let mut altered = load.altered;
     let mut tensors: Vec<ModelTensor> = Vec::new();
     let mut by_place: HashMap<(usize, usize), usize> = HashMap::new();
@@ -769,7 +784,14 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
             altered.get_or_insert_with(|| name.to_owned());
             continue;
         }
-        let mapped = is_host && maps.is_of(original.data, &load.files[file]);
+        let (source, listed) = (&load.files[file], listed[file].as_ref());
+        let mapped = is_host && maps.is_of_listed(original.data, source, listed);
+        if mapped {
+            // The version whose header was read here.
+            replaced.retain(|path| path != source.source.path());
+        } else if is_host && maps.is_of(original.data, source) {
+            replaced.push(source.source.path().to_owned());
+        }
         let name = name.to_str().ok();
         let has_experts = name.and_then(ExpertName::parse).is_some();
         let at = *by_place.entry((file, info)).or_insert_with(|| {
@@ -812,6 +834,11 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
     let has_gpu = devices
         .iter()
         .any(|&device| unsafe { !ggml.is_cpu(device) });
+    let mut unreached = Unreached::of(load.caller, has_gpu, is_watched);
+    let is_replaced = !replaced.is_empty();
+    if is_replaced {
+        unreached.streaming.get_or_insert_with(|| REPLACED.into());
+    }
     let model = Arc::new(Model {
         number: REGISTERED.next.fetch_add(1, Ordering::Relaxed),
         ggml,
@@ -825,7 +852,9 @@ fn register(load: Load, devices: &[*mut Device], weights: &[UsedWeight]) -> Arc<
         altered,
         unclear: load.unclear,
         own_hotswap,
-        unreached: Unreached::of(load.caller, has_gpu, is_watched),
+        unreached,
+        is_replaced,
+        listed,
         out_of_reach,
         is_watched,
         lost: OnceCell::new(),
