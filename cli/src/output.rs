@@ -12,7 +12,7 @@ use tempfile::{NamedTempFile, TempPath};
 
 use crate::interruption;
 use crate::space::Need;
-use crate::temporary::Temporary;
+use crate::temporary::{Temporary, remove_left};
 
 /// Prints on standard error what a command does now.
 pub fn progress(line: &str) {
@@ -37,6 +37,14 @@ impl Outputs {
 
     /// Fails if a file that starts so cannot be written.
     pub fn check(self, path: &Path, start: &str) -> Result<()> {
+        // What a killed command has left.
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        remove_left(
+            folder_of(path),
+            &format!(".{name}."),
+            files::INCOMPLETE,
+            false,
+        );
         let checked = files::check(path, start.as_bytes(), self.replace());
         explain(checked, path)
     }

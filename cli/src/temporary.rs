@@ -1,22 +1,24 @@
 //! Folders for what takes only space after the command.
 //!
 //! A folder is removed at the end of its owner and by a signal. A process that is killed leaves it: the folder was locked,
-//! and the next command that makes one beside it removes those without a lock.
+//! and the next command that makes one beside it removes those without a lock. What has such a name and was made by
+//! others stays: a folder has a file by which it is known, and names have [`RANDOM`] letters and digits.
 
-use std::fs::{self, File, TryLockError};
+use std::fs::{self, File};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use rustix::process::{Resource, getrlimit};
-use sidecar_core::files;
+use sidecar_core::files::{self, RANDOM};
 use tempfile::{NamedTempFile, TempDir};
 
 use crate::interruption;
 
 /// What the names of folders start with that have files of any kind.
 const PREFIX: &str = "llama-sidecar.";
+/// A file in each folder, by which it is known.
+const MARK: &str = ".llama-sidecar";
 
 /// Why nothing is measured, and the next step, where no file can be made.
 pub const NOT_CREATED: &str =
@@ -44,14 +46,15 @@ impl Temporary {
     pub fn named(parent: &Path, prefix: &str, suffix: &str) -> io::Result<Temporary> {
         remove_left(parent, prefix, suffix, true);
         let mut names = tempfile::Builder::new();
-        let names = names.prefix(prefix).suffix(suffix);
+        let names = names.prefix(prefix).suffix(suffix).rand_bytes(RANDOM);
         loop {
             let made = interruption::make_temporary(|| names.tempdir_in(parent), TempDir::path)?;
             let lock = match File::open(made.path()) {
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
                 opened => opened?,
             };
-            if holds(&lock, made.path()) {
+            if files::lock_new(&lock, made.path()) {
+                File::create(made.path().join(MARK))?;
                 return Ok(Temporary {
                     folder: made,
                     _lock: lock,
@@ -68,9 +71,11 @@ impl Temporary {
 /// Makes a file that goes when it is dropped. Removes those with such names that killed processes have left.
 pub fn file(parent: &Path, prefix: &str) -> io::Result<NamedTempFile> {
     remove_left(parent, prefix, "", false);
+    let mut names = tempfile::Builder::new();
+    let names = names.prefix(prefix).rand_bytes(RANDOM);
     loop {
-        let made = NamedTempFile::with_prefix_in(prefix, parent)?;
-        if holds(made.as_file(), made.path()) {
+        let made = names.tempfile_in(parent)?;
+        if files::lock_new(made.as_file(), made.path()) {
             return Ok(made);
         }
     }
@@ -89,36 +94,25 @@ pub fn log() -> Result<File> {
     tempfile::tempfile().context(NOT_CREATED)
 }
 
-/// Locks what was made at a path just now. Before, another process may have taken it for one that was left. Without locks,
-/// what is left stays.
-fn holds(made: &File, path: &Path) -> bool {
-    !matches!(made.try_lock(), Err(TryLockError::WouldBlock)) && is_at(made, path)
-}
-
-/// Whether a path still names an open file.
-fn is_at(file: &File, path: &Path) -> bool {
-    let same = |found: fs::Metadata| {
-        let of = file.metadata()?;
-        Ok::<_, io::Error>((found.dev(), found.ino()) == (of.dev(), of.ino()))
-    };
-    fs::symlink_metadata(path).and_then(same).unwrap_or(false)
-}
-
 /// Removes files or folders with such names that no process has locked.
 pub fn remove_left(parent: &Path, prefix: &str, suffix: &str, folders: bool) {
     let entries = fs::read_dir(parent).into_iter().flatten().flatten();
     for entry in entries {
         let (name, path) = (entry.file_name(), entry.path());
         let name = name.to_string_lossy();
-        if !name.starts_with(prefix) || !name.ends_with(suffix) {
+        let random = name
+            .strip_prefix(prefix)
+            .and_then(|rest| rest.strip_suffix(suffix));
+        if !random
+            .is_some_and(|of| of.len() == RANDOM && of.bytes().all(|of| of.is_ascii_alphanumeric()))
+        {
             continue;
         }
         // Another user may have put a FIFO, or a link, there.
         let is_own = fs::symlink_metadata(&path).is_ok_and(|found| {
-            let is_kind = if folders {
-                found.is_dir()
-            } else {
-                found.is_file()
+            let is_kind = match folders {
+                true => found.is_dir() && path.join(MARK).is_file(),
+                false => found.is_file(),
             };
             is_kind && files::check_owner(&found).is_ok()
         });
@@ -137,23 +131,41 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_killed_process_left_goes_and_what_is_in_use_stays() {
+    fn what_a_killed_process_left_goes_and_what_is_in_use_or_of_others_stays() {
         let parent = tempfile::tempdir().expect("a folder");
         let make = || Temporary::named(parent.path(), ".a.", ".part").expect("a folder");
         let held = make();
-        fs::write(held.path().join("data"), "1").expect("free space");
-        let left = parent.path().join(".a.left.part");
-        fs::create_dir(&left).expect("a folder");
-        fs::write(left.join("data"), "1").expect("free space");
-        let others = [".b.left.part", ".a.left"].map(|name| parent.path().join(name));
-        for other in &others {
-            fs::create_dir(other).expect("a folder");
-        }
+        let folder = |name: &str, mark: &str| {
+            let path = parent.path().join(name);
+            fs::create_dir(&path).expect("a folder");
+            fs::write(path.join(mark), "").expect("free space");
+            path
+        };
+        let left = folder(".a.0123456789abcdEF.part", MARK);
+        let others = [
+            folder(".b.0123456789abcdEF.part", MARK),
+            folder(".a.0123456789abcdEF", MARK),
+            folder(".a.left.part", MARK),
+            folder(".a.0123456789abcde-.part", MARK),
+            folder(".a.0123456789abcdEG.part", "notes"),
+        ];
         let second = make();
-        assert!(!left.exists() && held.path().join("data").exists());
+        assert!(!left.exists() && held.path().join(MARK).exists());
         assert!(others.iter().all(|other| other.exists()));
         let path = second.path().to_owned();
         drop(second);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn files_go_by_a_whole_name_alone() {
+        let parent = tempfile::tempdir().expect("a folder");
+        let [left, other] = [".m.swap-0123456789abcdef", ".m.swap-backup"].map(|name| {
+            let path = parent.path().join(name);
+            fs::write(&path, "").expect("free space");
+            path
+        });
+        let made = file(parent.path(), ".m.swap-").expect("a file");
+        assert!(made.path().exists() && !left.exists() && other.exists());
     }
 }

@@ -32,6 +32,10 @@ use crate::text;
 /// The end of the name of a file that is not complete. The name starts with a dot.
 pub const INCOMPLETE: &str = ".part";
 
+/// The random letters and digits in the name of a file that is not complete, or of a temporary one: more than anybody types, so
+/// that a name with so many is known.
+pub const RANDOM: usize = 16;
+
 /// The most bytes of a text that is read whole.
 const MOST_TEXT: u64 = 256 << 20;
 /// The links that a path may go through.
@@ -218,8 +222,6 @@ pub fn create(path: &Path, start: &[u8], replace: Replace) -> io::Result<Kept> {
         return Kept::new(stream);
     }
     let new = beside(&path)?;
-    // Where the file system has no locks, there is no answer.
-    let _ = new.as_file().try_lock();
     let file = put(new, &path, start, replace, |there| match there.try_lock() {
         Err(TryLockError::WouldBlock) => Err(io::Error::new(
             ErrorKind::ResourceBusy,
@@ -313,21 +315,37 @@ pub fn sync_folder_of(path: &Path) -> io::Result<()> {
 }
 
 /// Creates a file with a random name in the folder of a path, with the mode that the user gives
-/// to new files.
+/// to new files. It is locked while it is open, so that what a killed process leaves is known.
 pub fn beside(path: &Path) -> io::Result<NamedTempFile> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let prefix = format!(".{name}.");
     let mut new = tempfile::Builder::new();
     new.prefix(&prefix)
         .suffix(INCOMPLETE)
-        .rand_bytes(12)
+        .rand_bytes(RANDOM)
         .permissions(Permissions::from_mode(0o666));
-    above_standard(|| new.tempfile_in(folder_of(path))).map_err(|error| {
-        // Without the random name.
-        let text = error.to_string();
-        let cause = text.split(" at path ").next().unwrap_or_default();
-        io::Error::new(error.kind(), cause)
-    })
+    loop {
+        let made = above_standard(|| new.tempfile_in(folder_of(path))).map_err(|error| {
+            // Without the random name.
+            let text = error.to_string();
+            let cause = text.split(" at path ").next().unwrap_or_default();
+            io::Error::new(error.kind(), cause)
+        })?;
+        if lock_new(made.as_file(), made.path()) {
+            return Ok(made);
+        }
+    }
+}
+
+/// Locks a file or folder that was made at a path just now. Returns false if another process has taken it for one that was left.
+/// Without locks, what is left stays.
+pub fn lock_new(made: &File, path: &Path) -> bool {
+    let identity = |found: Metadata| (found.dev(), found.ino());
+    let is_there = || {
+        let there = fs::symlink_metadata(path).map(identity).ok();
+        there.is_some() && made.metadata().map(identity).ok() == there
+    };
+    !matches!(made.try_lock(), Err(TryLockError::WouldBlock)) && is_there()
 }
 
 /// Returns the folder of a file.

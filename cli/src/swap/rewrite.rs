@@ -19,7 +19,7 @@ use crate::space::is_out_of_space;
 use crate::swap::attributes::Attributes;
 use crate::swap::part::{Part, hash_of};
 use crate::swap::target::Target;
-use crate::temporary::remove_left;
+use crate::temporary;
 
 /// Bytes that are copied between two updates of the progress bar.
 const STEP: u64 = 64 << 20;
@@ -86,10 +86,8 @@ impl<'a> Draft<'a> {
         let folder = folder_of(path);
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let prefix = format!(".{name}.swap-");
-        remove_left(folder, &prefix, "", false);
-        let made = NamedTempFile::with_prefix_in(prefix, folder).map_err(anyhow::Error::from);
+        let made = temporary::file(folder, &prefix).map_err(anyhow::Error::from);
         let written = made.and_then(|file| {
-            lock(file.as_file());
             // Attributes first, so that a failure comes before the copy.
             let attributes = Attributes::of(&target.file);
             let attributes = attributes.context("cannot read the attributes of the old file")?;
@@ -266,10 +264,4 @@ fn copy(from: &GgufFile, at: u64, len: u64, to: &File, bar: &ProgressBar) -> Res
         bar.inc(step);
     }
     Ok(())
-}
-
-/// Locks a file while it is written.
-fn lock(file: &File) {
-    // Without locks, files of interrupted runs stay.
-    let _ = file.try_lock();
 }
