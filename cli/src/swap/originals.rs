@@ -11,7 +11,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use sidecar_core::files;
 use sidecar_core::gguf::{Access, GgufFile, HeaderWriter, KeyValue, OpenError, Value, ValueType};
 use sidecar_core::reload::{Hash, hash_bytes};
@@ -104,7 +104,12 @@ impl Originals {
     pub fn load(model: &Path) -> Result<Vec<Originals>> {
         let mut found = Vec::new();
         for path in [Originals::beside(model), Originals::path_of(model)] {
+            // Where a link leads is not there at times, and it is neither renamed nor removed.
+            let is_link = fs::symlink_metadata(&path).is_ok_and(|found| found.is_symlink());
             let file = match GgufFile::open(&path, Access::Read) {
+                _ if is_link => Err(anyhow!(
+                    "it is a link, and the originals are beside the model"
+                )),
                 Err(OpenError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
                     continue;
                 }

@@ -57,6 +57,21 @@ fn data_of(file: &Gguf, name: &str) -> usize {
 }
 
 #[test]
+fn originals_behind_a_link_are_refused_wherever_it_leads() {
+    let it = Fixture::new(32);
+    succeeds(&it.tensors(FIRST));
+    let disk = it.at("disk");
+    fs::rename(it.originals(), &disk).expect("a folder");
+    std::os::unix::fs::symlink(&disk, it.originals()).expect("a link");
+    it.refuses(&["it is a link"]);
+    fs::rename(&disk, it.at("away")).expect("a folder");
+    fails(&[&it.model, "--restore"], &["it is a link"]);
+    fs::remove_file(it.originals()).expect("a link");
+    fs::rename(it.at("away"), it.originals()).expect("a folder");
+    succeeds(&[&it.model, "--restore"]);
+}
+
+#[test]
 fn originals_survive_another_time_of_modification() {
     let it = Fixture::new(32);
     let before = bytes(&it.model);
