@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use report::Report;
 use results::{Computed, Logits, Way};
-use sidecar_core::protocol::Event;
+use sidecar_core::protocol::{Event, NoEffect};
 use sidecar_core::text;
 
 use crate::deadline::LONGEST;
@@ -346,6 +346,14 @@ impl Comparison {
         let mut flags: Vec<OsString> = flags.iter().map(OsString::from).collect();
         flags.extend(["--logits-hashes".into(), path]);
         let (run, events) = self.program.with(arguments).run(Some(&flags), true)?;
+        // A file that is not complete is not compared.
+        let lost = events.iter().find_map(|event| match event {
+            Event::NoEffect { found } if found.sentence.contains(": cannot write ") => Some(found),
+            _ => None,
+        });
+        if let Some(lost) = lost.filter(|lost| lost.requested == NoEffect::LOGITS) {
+            bail!("{}", lost.sentence);
+        }
         let files = fs::read_dir(folder.path())?;
         let texts = files.map(|file| Ok(fs::read_to_string(file?.path())?));
         let mut texts: Vec<String> = texts.collect::<Result<_>>()?;
