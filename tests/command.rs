@@ -67,6 +67,32 @@ fn the_wrapper_runs_a_command_with_the_drop_in() {
     assert_eq!(output.status.code(), Some(1));
 }
 
+/// As without the command, where the user kills the program itself.
+#[test]
+fn a_program_ends_with_a_command_that_is_killed() {
+    let mut command = plain_command(built("release/llama-sidecar"));
+    command.args([
+        "run",
+        "--none",
+        "--quiet",
+        "--",
+        "sh",
+        "-c",
+        "echo $$; exec sleep 600",
+    ]);
+    let mut run = command.stdout(Stdio::piped()).spawn().expect("it starts");
+    let mut line = String::new();
+    let mut output = BufReader::new(run.stdout.take().expect("a pipe"));
+    output.read_line(&mut line).expect("a line");
+    run.kill().expect("a child");
+    run.wait().expect("a child");
+    // The program has the other end of the pipe.
+    assert_eq!(output.read_line(&mut line).expect("the end"), 0);
+    let program = format!("/proc/{}/stat", line.trim());
+    let state = std::fs::read_to_string(program).unwrap_or_default();
+    assert!(state.is_empty() || state.contains(") Z "), "{state}");
+}
+
 /// The loader of musl would end a program that it cannot load the drop-in into.
 #[test]
 fn other_loaders_do_not_find_the_drop_in() {
@@ -473,6 +499,16 @@ fn what_is_no_socket_is_explained() {
         (
             &["reload", "--socket", "/nowhere", "--server", "127.0.0.1:1"],
             "http://127.0.0.1:1",
+        ),
+        (
+            &[
+                "reload",
+                "--socket",
+                "/nowhere",
+                "--server",
+                "127.0.0.1:99999",
+            ],
+            "is no address of a server",
         ),
     ] {
         let (text, status) = command_line(words, "");

@@ -38,7 +38,6 @@ const ROWS: &[(&str, &str)] = &[
     ("doctor", "PROGRAM"),
     ("compare", "-o OUT.json MISSING"),
     ("plan", "MODEL"),
-    ("plan", "--trace LIST MODEL"),
     ("swap", "MODEL --tensor (?s).* --from OTHER --dry-run"),
     ("swap", "MODEL --tensor (?s).* --from OTHER"),
     ("swap", "MODEL --restore"),

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
-use ureq::http::StatusCode;
+use ureq::http::{StatusCode, Uri};
 
 /// Size of the largest accepted answer; settings have a few KiB.
 const LONGEST_ANSWER: u64 = 16 << 20;
@@ -77,6 +77,14 @@ impl ServerOptions {
             agent: config.build().into(),
             slots: 0,
         };
+        // Without a valid port, the request would go to port 80, with the key.
+        let address: Option<Uri> = server.url.parse().ok();
+        let authority = address.as_ref().and_then(Uri::authority);
+        ensure!(
+            authority.is_some_and(|of| of.as_str().ends_with(of.host()) || of.port_u16().is_some()),
+            "{} is no address of a server: pass one such as http://127.0.0.1:8080",
+            server.url
+        );
         server.slots = server.count_slots()?;
         server.ensure_slots_can_be_erased()?;
         ensure_no_prompt_cache(process()?)?;

@@ -19,7 +19,7 @@ use anyhow::{Context, Result};
 use rustix::io::retry_on_intr;
 use rustix::process::{
     Pid, Resource, Rlimit, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group,
-    setrlimit, test_kill_process_group, waitid,
+    set_parent_process_death_signal, setrlimit, test_kill_process_group, waitid,
 };
 use sidecar_core::text;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
@@ -142,15 +142,17 @@ pub fn spawn(command: &mut Command, group: Group) -> Result<Child> {
         .collect();
     // From here on signals wait for the thread. In the child, exec restores the default.
     let mut signals = SignalsInfo::<WithOrigin>::new(PASSED_ON)?;
-    let ignore = move || {
+    let prepare = move || {
         for signal in &ignored {
             // SAFETY: a system call that may be made between fork and exec.
             unsafe { libc::signal(*signal, libc::SIG_IGN) };
         }
+        // What ends this process without a chance to pass it on ends the child, too. This thread lives as long as the process.
+        let _ = set_parent_process_death_signal(Some(Signal::KILL));
         Ok(())
     };
     // SAFETY: the function makes system calls only.
-    unsafe { command.pre_exec(ignore) };
+    unsafe { command.pre_exec(prepare) };
     let (started, child_started) = std::sync::mpsc::channel::<()>();
     let is_shared = group == Group::Shared;
     // Without one, the child may get a signal twice.
