@@ -32,7 +32,7 @@ use crate::text;
 /// The end of the name of a file that is not complete. The name starts with a dot.
 pub const INCOMPLETE: &str = ".part";
 
-/// The random letters and digits in the name of a file that is not complete, or of a temporary one: more than anybody types, so
+/// The random letters and digits in the name of a file that is not complete, or of a temporary one: more than a user types, so
 /// that a name with so many is known.
 pub const RANDOM: usize = 16;
 

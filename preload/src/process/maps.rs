@@ -229,7 +229,7 @@ mod tests {
         }
         let opened = GgufFile::open(&path("model"), sidecar_core::gguf::Access::Read);
         let files = [opened.expect("an empty model")];
-        // SAFETY: nobody writes to the files.
+        // SAFETY: no process writes to the files.
         let map = || unsafe { MmapOptions::new().map(&File::open(path("model")).expect("a file")) };
         let first = map().expect("a file");
         rename(path("other"), path("model")).expect("a folder");
