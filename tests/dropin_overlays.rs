@@ -545,7 +545,8 @@ fn a_source_is_checked_before_it_is_quantised() {
         let is_writing = || {
             let folders = std::fs::read_dir(temporary.path()).expect("a folder");
             let mut folders = folders.filter_map(|folder| folder.ok()?.path().read_dir().ok());
-            folders.any(|mut files| files.next().is_some())
+            // Beside the file by which the folder is known.
+            folders.any(|files| files.count() > 1)
         };
         while !is_writing() {
             assert!(child.try_wait().expect("a child").is_none(), "it has ended");
