@@ -205,6 +205,7 @@ impl Plan {
             (runs, _) => format!("{runs} runs of each, in turn"),
         };
         let why = match stopped {
+            Some(why) if *rounds == 0 => format!(", in a round that is not complete: {why}"),
             Some(why) => format!(", {rounds} rounds: {why}"),
             None => String::new(),
         };

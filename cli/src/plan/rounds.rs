@@ -23,6 +23,9 @@ const PRECISION: f64 = 0.03;
 const EQUAL: f64 = 0.02;
 /// The share of the processors that others may take during a round that counts.
 const MOST_OF_OTHERS: f64 = 0.15;
+/// How many times as long as the first run a run may take, and how much longer in any case.
+const LONGER: u32 = 3;
+const MARGIN: Duration = Duration::from_secs(10);
 /// Why there were no more rounds.
 const TIME: &str = "the time was over: pass more --minutes";
 const INTERRUPTED: &str = "it was interrupted";
@@ -96,9 +99,11 @@ impl Candidate {
         }
     }
 
-    /// Runs it, and notes what it shows; `None` if it does not run. Fails if the user has ended the command.
-    fn run(&mut self, deadline: Instant) -> Result<Option<Measured>> {
-        self.program.longest = deadline.saturating_duration_since(Instant::now());
+    /// Runs it, and notes what it shows; `None` if it does not run, or takes longer than this. Fails if the user has ended
+    /// the command.
+    fn run(&mut self, deadline: Instant, longest: Duration) -> Result<Option<Measured>> {
+        let began = Instant::now();
+        self.program.longest = deadline.saturating_duration_since(began).min(longest);
         let flags: Vec<&str> = self.changes.iter().filter_map(|of| of.flag()).collect();
         let flags = (!flags.is_empty()).then_some(&flags[..]);
         let found = self.program.run(flags, false).and_then(|(run, events)| {
@@ -119,6 +124,12 @@ impl Candidate {
             Err(error) if error.is::<Interrupted>() => return Err(error),
             // It was ended, as there was no more time.
             Err(_) if Instant::now() > deadline => {}
+            Err(_) if began.elapsed() > longest => {
+                let why = format!(
+                    "it takes more than {LONGER} times as long as the command that was typed"
+                );
+                self.obstacle = Some(why);
+            }
             Err(error) => self.obstacle = Some(format!("{error:#}")),
         }
         Ok(None)
@@ -179,6 +190,8 @@ struct Rounds {
     racing: Vec<usize>,
     tokens: Weighed,
     deadline: Instant,
+    /// How long a run may take.
+    longest: Duration,
 }
 
 /// Runs commands, of which the first is the one that was typed, until so much time has passed. After the first round, the best
@@ -196,8 +209,12 @@ pub fn measure(
         "command 1, as it was typed: {}",
         candidates[0].command
     ));
+    let mut longest = time;
     let first = match candidates[0].program.first_run(true, false) {
-        Ok(run) => measured(&run, None),
+        Ok(run) => {
+            longest = LONGER * Duration::from_secs_f64(run.seconds) + MARGIN;
+            measured(&run, None)
+        }
         Err(error) if error.is::<Interrupted>() => return Err(error),
         Err(error) => {
             candidates[0].obstacle = Some(format!("{error:#}"));
@@ -215,6 +232,7 @@ pub fn measure(
         candidates,
         tokens,
         deadline,
+        longest,
     };
     let (mut number, mut was_repeated) = (0, false);
     let stopped = loop {
@@ -255,13 +273,13 @@ pub fn measure(
             break Some(TIME);
         }
     };
-    let typed = &mut rounds.candidates[0];
-    if let (Some(first), true) = (&first, typed.runs.is_empty()) {
-        typed.runs.insert(0, first.clone());
+    let typed = &mut rounds.candidates[0].runs;
+    let both = first.as_ref().zip(typed.get(&0));
+    let spread =
+        both.map(|(first, second)| (tokens.seconds(first) / tokens.seconds(second) - 1.0).abs());
+    if let (Some(first), true) = (first, typed.is_empty()) {
+        typed.insert(0, first);
     }
-    let spread = first
-        .zip(typed.runs.get(&0))
-        .map(|(first, second)| (tokens.seconds(&first) / tokens.seconds(second) - 1.0).abs());
     Ok(rounds.results(number, spread, stopped))
 }
 
@@ -286,7 +304,7 @@ impl Rounds {
             if number == 0 && at > 0 {
                 progress(&format!("command {}: {}", at + 1, candidate.command));
             }
-            let found = candidate.run(self.deadline)?;
+            let found = candidate.run(self.deadline, self.longest)?;
             let text = match (&found, &candidate.obstacle) {
                 (Some(of), _) => format!(
                     "prompts {:.1}, answers {:.1} tokens/s",
@@ -492,6 +510,7 @@ mod tests {
             candidates,
             tokens: TOKENS,
             deadline: Instant::now(),
+            longest: Duration::ZERO,
         }
     }
 
@@ -549,6 +568,22 @@ mod tests {
         let both = || vec![ran(&[], &[10.0]), ran(&[Change::Map], &[12.0])];
         let best = |spread| rounds(both()).results(1, Some(spread), None).best;
         assert_eq!((best(0.01), best(0.5)), (Some(1), Some(0)));
+    }
+
+    #[test]
+    fn what_takes_much_longer_is_left_out() {
+        let mut slow = candidate(&[Change::Map], 10);
+        slow.program.words = ["sleep", "600"].map(OsString::from).to_vec();
+        let deadline = Instant::now() + Duration::from_secs(600);
+        let found = slow
+            .run(deadline, Duration::from_millis(1))
+            .expect("no interruption");
+        assert!(found.is_none());
+        let why = slow.obstacle.expect("a reason");
+        assert_eq!(
+            why,
+            "it takes more than 3 times as long as the command that was typed"
+        );
     }
 
     #[test]
