@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use sidecar_core::{summary, text};
 
 use super::changes::Facts;
-use super::rounds::{Candidate, Measured, Results, Weighed};
+use super::rounds::{Candidate, Faster, Measured, Results, Weighed};
 use crate::sizes::{Table, size_text};
 
 /// A plan.
@@ -34,12 +34,7 @@ impl Plan {
             .enumerate()
             .filter_map(|(at, of)| {
                 let faster = of.faster_than(self.typed(), self.tokens);
-                Some((
-                    at,
-                    of,
-                    of.mean()?,
-                    faster.map(|(mean, error)| Faster { mean, error }),
-                ))
+                Some((at, of, of.mean()?, faster))
             })
             .collect();
         all.sort_by(|a, b| {
@@ -182,7 +177,7 @@ impl Plan {
             ),
             (false, Some(faster)) => format!(
                 "It is {} as fast as the command that was typed, {weighed}",
-                faster.text()
+                faster_text(faster)
             ),
             (false, None) => {
                 let why = self
@@ -196,7 +191,7 @@ impl Plan {
                 )
             }
         };
-        let known = match (best.runs.len(), spread) {
+        let known = match (faster.map_or(best.runs.len(), |of| of.rounds), spread) {
             (1, Some(spread)) => format!(
                 "one run of each, and two of the typed command differed by {:.0} %",
                 100.0 * spread
@@ -237,7 +232,7 @@ impl Plan {
                 faster
                     .as_ref()
                     .filter(|_| !is_typed)
-                    .map_or("-".into(), Faster::text),
+                    .map_or("-".into(), faster_text),
                 of.runs.len().to_string(),
                 size_text(mean.read_bytes as f64),
                 if at == 0 {
@@ -270,15 +265,8 @@ impl Plan {
     }
 }
 
-/// How many times as fast, with the error of several runs.
-struct Faster {
-    mean: f64,
-    error: Option<f64>,
-}
-
-impl Faster {
-    fn text(&self) -> String {
-        let error = self.error.map(|error| format!(" ±{error:.2}"));
-        format!("{:.2}x{}", self.mean, error.unwrap_or_default())
-    }
+/// Returns how many times as fast a command is, with the error of several rounds.
+fn faster_text(of: &Faster) -> String {
+    let error = of.error.map(|error| format!(" ±{error:.2}"));
+    format!("{:.2}x{}", of.mean, error.unwrap_or_default())
 }

@@ -1,5 +1,5 @@
-//! Rounds of runs: the commands that could be fastest run in turn, and after each round the slower half is left out. The command
-//! that was typed runs in all rounds, so that each has been compared with it under the same load.
+//! Rounds of runs: the commands that could be fastest run in turn, and after some rounds the slower half is left out each time. The
+//! command that was typed runs in all rounds, so that each has been compared with it under the same load.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -10,7 +10,7 @@ use sidecar_core::protocol::{Event, StreamFigures};
 
 use super::changes::{Change, Kind};
 use super::others::Since;
-use crate::compare::results::Ratio;
+use crate::compare::results::{LEAST_ROUNDS, Ratio};
 use crate::output::progress;
 use crate::trial::speeds::Speeds;
 use crate::trial::{Interrupted, Program, Run};
@@ -24,7 +24,7 @@ const EQUAL: f64 = 0.02;
 /// The share of the processors that others may take during a round that counts.
 const MOST_OF_OTHERS: f64 = 0.15;
 /// How many times as long as the first run a run may take, and how much longer in any case.
-const LONGER: u32 = 3;
+const LONGER: u32 = 5;
 const MARGIN: Duration = Duration::from_secs(10);
 /// Why there were no more rounds.
 const TIME: &str = "the time was over: pass more --minutes";
@@ -60,6 +60,16 @@ pub struct Measured {
     pub start_seconds: f64,
     pub read_bytes: u64,
     pub streamed: Option<StreamFigures>,
+}
+
+/// How many times as fast a command is as another one.
+#[derive(Debug, Clone, Copy)]
+pub struct Faster {
+    pub mean: f64,
+    /// Of several rounds.
+    pub error: Option<f64>,
+    /// In how many rounds both ran.
+    pub rounds: usize,
 }
 
 /// What all rounds have shown.
@@ -135,8 +145,8 @@ impl Candidate {
         Ok(None)
     }
 
-    /// Returns how many times as fast it is as another in the rounds that both have, with its error if there are several.
-    pub fn faster_than(&self, other: &Candidate, tokens: Weighed) -> Option<(f64, Option<f64>)> {
+    /// Compares it with another one in the rounds that both have; `None` without one.
+    pub fn faster_than(&self, other: &Candidate, tokens: Weighed) -> Option<Faster> {
         let both = self
             .runs
             .iter()
@@ -144,10 +154,17 @@ impl Candidate {
         let pairs: Vec<_> = both
             .map(|(of, to)| (tokens.seconds(to), tokens.seconds(of)))
             .collect();
-        match Ratio::of(&pairs) {
-            Some(ratio) => Some((ratio.mean, Some(ratio.error))),
-            None => pairs.first().map(|(to, of)| (to / of, None)),
-        }
+        let ratio = Ratio::of(&pairs);
+        let mean = match (&ratio, pairs.first()) {
+            (Some(ratio), _) => ratio.mean,
+            (None, Some((to, of))) => to / of,
+            (None, None) => return None,
+        };
+        Some(Faster {
+            mean,
+            error: ratio.map(|ratio| ratio.error),
+            rounds: pairs.len(),
+        })
     }
 
     /// Returns means of all runs; `None` without one.
@@ -267,7 +284,13 @@ pub fn measure(
             break Some(TIME);
         }
         number += 1;
-        rounds.leave_out_slower_half();
+        // One run may be that of another load: all have several, if there is time for those.
+        let missing = LEAST_ROUNDS.saturating_sub(number) as u32;
+        if missing == 0 || Instant::now() + began.elapsed() * missing > deadline {
+            rounds.leave_out_slower_half();
+        } else {
+            rounds.race_all();
+        }
         let next = began.elapsed() * rounds.racing.len() as u32 / count;
         if number < ROUNDS && Instant::now() + next > deadline && !rounds.is_decided() {
             break Some(TIME);
@@ -304,7 +327,9 @@ impl Rounds {
             if number == 0 && at > 0 {
                 progress(&format!("command {}: {}", at + 1, candidate.command));
             }
-            let found = candidate.run(self.deadline, self.longest)?;
+            // All others are compared with the one that was typed.
+            let longest = if at == 0 { Duration::MAX } else { self.longest };
+            let found = candidate.run(self.deadline, longest)?;
             let text = match (&found, &candidate.obstacle) {
                 (Some(of), _) => format!(
                     "prompts {:.1}, answers {:.1} tokens/s",
@@ -385,6 +410,12 @@ impl Rounds {
         (!changes.is_empty()).then_some(changes)
     }
 
+    /// Lets all run that do, also what was added.
+    fn race_all(&mut self) {
+        let runs = |at: &usize| *at == 0 || self.candidates[*at].obstacle.is_none();
+        self.racing = (0..self.candidates.len()).filter(runs).collect();
+    }
+
     /// Leaves out what does not run, and the slower half of the others; at least one stays, and the command that was typed. What was
     /// added after the first round stays.
     fn leave_out_slower_half(&mut self) {
@@ -406,24 +437,41 @@ impl Rounds {
         match self.racing[..] {
             [_] => true,
             [_, last] => {
-                let ratio = self.candidates[last].faster_than(typed, self.tokens);
-                let known = |mean, error| Ratio { mean, error }.is_known(PRECISION);
-                typed.obstacle.is_some()
-                    || matches!(ratio, Some((mean, Some(error))) if known(mean, error))
+                let faster = self.candidates[last].faster_than(typed, self.tokens);
+                let is_known = |of: Faster| {
+                    let error = of.error?;
+                    Some(
+                        Ratio {
+                            mean: of.mean,
+                            error,
+                        }
+                        .is_known(PRECISION),
+                    )
+                };
+                typed.obstacle.is_some() || faster.and_then(is_known) == Some(true)
             }
             _ => false,
         }
     }
 
-    /// Returns the time of the weighed tokens against that of the command that was typed, in the same rounds; in seconds if that
-    /// one does not run.
+    /// Returns the time of the weighed tokens against that of one command, which has run in the same rounds as most others: if
+    /// it always runs, that is the one that was typed.
     fn time(&self, at: usize) -> f64 {
-        let of = &self.candidates[at];
-        match (of.faster_than(&self.candidates[0], self.tokens), of.mean()) {
-            (Some((faster, _)), _) => 1.0 / faster,
-            (None, Some(mean)) => self.tokens.seconds(&mean),
-            (None, None) => f64::INFINITY,
-        }
+        let all = &self.candidates;
+        let shared = |of: &&Candidate| {
+            let others = all
+                .iter()
+                .filter(|to| to.faster_than(of, self.tokens).is_some());
+            others.count()
+        };
+        // The first of several.
+        let reference = all
+            .iter()
+            .rev()
+            .max_by_key(shared)
+            .expect("a command was typed");
+        let faster = all[at].faster_than(reference, self.tokens);
+        faster.map_or(f64::INFINITY, |of| 1.0 / of.mean)
     }
 
     fn results(self, rounds: usize, spread: Option<f64>, stopped: Option<&'static str>) -> Results {
@@ -437,13 +485,18 @@ impl Rounds {
         let best = fastest.and_then(|fastest| {
             let is_equal = |at: &usize| {
                 let of = &self.candidates[fastest];
-                match of.faster_than(&self.candidates[*at], self.tokens) {
-                    Some((mean, Some(error))) => {
-                        !Ratio { mean, error }.differs() || mean < 1.0 + EQUAL
-                    }
-                    Some((mean, None)) => mean < 1.0 + spread.unwrap_or(0.0).max(EQUAL),
-                    None => false,
-                }
+                of.faster_than(&self.candidates[*at], self.tokens)
+                    .is_some_and(|of| match of.error {
+                        Some(error) => {
+                            !Ratio {
+                                mean: of.mean,
+                                error,
+                            }
+                            .differs()
+                                || of.mean < 1.0 + EQUAL
+                        }
+                        None => of.mean < 1.0 + spread.unwrap_or(0.0).max(EQUAL),
+                    })
             };
             let equal = last.iter().copied().filter(is_equal);
             equal
@@ -571,6 +624,18 @@ mod tests {
     }
 
     #[test]
+    fn commands_are_compared_in_rounds_that_they_share() {
+        // All are slower in the second round, which the first command has not had.
+        let mut typed = ran(&[], &[10.0]);
+        let both = ran(&[Change::Map], &[12.0, 3.0]);
+        let mut new = ran(&[Change::Stream], &[0.0, 4.0]);
+        new.runs.remove(&0);
+        typed.obstacle = Some("it ends".into());
+        let rounds = rounds(vec![typed, both, new]);
+        assert!(rounds.time(2) < rounds.time(1) && rounds.time(1) < rounds.time(0));
+    }
+
+    #[test]
     fn what_takes_much_longer_is_left_out() {
         let mut slow = candidate(&[Change::Map], 10);
         slow.program.words = ["sleep", "600"].map(OsString::from).to_vec();
@@ -582,7 +647,7 @@ mod tests {
         let why = slow.obstacle.expect("a reason");
         assert_eq!(
             why,
-            "it takes more than 3 times as long as the command that was typed"
+            "it takes more than 5 times as long as the command that was typed"
         );
     }
 
