@@ -16,7 +16,7 @@ use crate::trial::speeds::Speeds;
 use crate::trial::{Interrupted, Program, Run};
 
 /// The most rounds.
-const ROUNDS: usize = 8;
+const ROUNDS: usize = 20;
 /// The error at which the last difference is known.
 const PRECISION: f64 = 0.03;
 /// What is not slower than this, as a share, is equal.
