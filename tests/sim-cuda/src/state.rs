@@ -45,6 +45,8 @@ pub struct Config {
     pub lose: u64,
     pub hang: u64,
     pub hold: bool,
+    /// When copies were last allowed to begin again.
+    pub released: Option<Instant>,
 }
 
 impl Config {
@@ -61,6 +63,7 @@ impl Config {
             lose: 0,
             hang: 0,
             hold: false,
+            released: None,
         };
         for (name, value) in std::env::vars() {
             if name == "SIM_CUDA_FAIL" {
@@ -84,7 +87,12 @@ impl Config {
             "SIM_CUDA_REGISTER" => self.registers = value != 0,
             "SIM_CUDA_LOSE" => self.lose = value,
             "SIM_CUDA_HANG" => self.hang = value,
-            "SIM_CUDA_HOLD" => self.hold = value != 0,
+            "SIM_CUDA_HOLD" => {
+                if self.hold && value == 0 {
+                    self.released = Some(Instant::now());
+                }
+                self.hold = value != 0;
+            }
             _ => return false,
         }
         true
@@ -497,8 +505,9 @@ pub fn work(id: u64) {
                         .changed
                         .wait(sim)
                         .unwrap_or_else(|poison| poison.into_inner());
-                    start = Instant::now();
                 }
+                // Also where this thread comes to the copy only now.
+                start = sim.config.released.map_or(start, |at| at.max(start));
                 if let Some(stream) = sim.streams.get_mut(&id)
                     && copy.to_device
                 {
