@@ -1,5 +1,5 @@
-//! Runs all commands of a `llama-sidecar plan` again: how far is the printed one from the fastest? llama-server with models in memory, and
-//! with one on an emulated disk, on the processor.
+//! Runs all commands of a `llama-sidecar plan` again: how far is the printed one from the fastest? llama-server with
+//! models in memory, and with one on an emulated disk, on the processor.
 //!
 //! Run it with `cargo xtask bench plan`; `cargo bench --bench plan -- --quick` measures each command once.
 //! `--only=LABEL` leaves out models whose labels do not contain it.
@@ -107,7 +107,7 @@ impl Case {
         let speed = |timings: Value, name: &str| timings[name].as_f64().expect("a speed");
         let found = [
             speed(ask(self.prompt, 1), "prompt_per_second"),
-            speed(ask(24, self.answer), "planned_per_second"),
+            speed(ask(24, self.answer), "predicted_per_second"),
         ];
         server.end();
         found
