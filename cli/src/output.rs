@@ -37,20 +37,14 @@ impl Outputs {
 
     /// Fails if a file that starts so cannot be written.
     pub fn check(self, path: &Path, start: &str) -> Result<()> {
-        // What a killed command has left.
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        remove_left(
-            folder_of(path),
-            &format!(".{name}."),
-            files::INCOMPLETE,
-            false,
-        );
         let checked = files::check(path, start.as_bytes(), self.replace());
         explain(checked, path)
     }
 
-    /// Writes a text to a file.
+    /// Writes a text to a file. Removes those that killed commands have left incomplete.
     pub fn write(self, path: &Path, text: &str) -> Result<()> {
+        let prefix = files::incomplete_prefix(path);
+        remove_left(folder_of(path), &prefix, files::INCOMPLETE, false);
         explain(files::write(path, text.as_bytes(), self.replace()), path)
     }
 }
@@ -130,8 +124,8 @@ pub fn write_model(
     let bytes = model.iter().map(NewFile::size).sum();
     check_space(&model)?;
     let first = model.first().context("a model has a file")?.path.clone();
-    let name = first.file_name().unwrap_or_default().to_string_lossy();
-    let folder = Temporary::named(folder_of(&first), &format!(".{name}."), files::INCOMPLETE);
+    let prefix = files::incomplete_prefix(&first);
+    let folder = Temporary::named(folder_of(&first), &prefix, files::INCOMPLETE);
     let folder = folder.with_context(|| context(&first))?;
     let write = |file: NewFile<'_>| {
         let path = file.path.clone();

@@ -123,6 +123,19 @@ fn done(output: &Output, what: &str) {
 }
 
 #[test]
+fn what_killed_commands_left_incomplete_goes_with_the_next_one() {
+    let fixture = Fixture::new();
+    for words in WRITE {
+        let [left, other] = [".o.0123456789abcdef.part", ".o.notes.part"].map(|name| {
+            fs::write(fixture.path(name), NOTES).expect("free space");
+            fixture.path(name)
+        });
+        done(&fixture.run(words, "o", &["--force"]), words);
+        assert!(!left.exists() && other.exists(), "{words}");
+    }
+}
+
+#[test]
 fn texts_replace_earlier_ones_and_no_file_of_others() {
     let fixture = Fixture::new();
     for words in WRITE {

@@ -314,11 +314,18 @@ pub fn sync_folder_of(path: &Path) -> io::Result<()> {
     descriptors::open(OpenOptions::new().read(true), folder_of(path))?.sync_all()
 }
 
+/// Returns what the names of files start with that are not complete yet, and get this path; they end with [`INCOMPLETE`].
+pub fn incomplete_prefix(path: &Path) -> String {
+    format!(
+        ".{}.",
+        path.file_name().unwrap_or_default().to_string_lossy()
+    )
+}
+
 /// Creates a file with a random name in the folder of a path, with the mode that the user gives
 /// to new files. It is locked while it is open, so that what a killed process leaves is known.
 pub fn beside(path: &Path) -> io::Result<NamedTempFile> {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let prefix = format!(".{name}.");
+    let prefix = incomplete_prefix(path);
     let mut new = tempfile::Builder::new();
     new.prefix(&prefix)
         .suffix(INCOMPLETE)
