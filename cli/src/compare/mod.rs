@@ -348,11 +348,13 @@ impl Comparison {
         let (run, events) = self.program.with(arguments).run(Some(&flags), true)?;
         // A file that is not complete is not compared.
         let lost = events.iter().find_map(|event| match event {
-            Event::NoEffect { found } if found.sentence.contains(": cannot write ") => Some(found),
+            Event::NoEffect { found } if found.requested == NoEffect::LOGITS => {
+                Some(&found.sentence)
+            }
             _ => None,
         });
-        if let Some(lost) = lost.filter(|lost| lost.requested == NoEffect::LOGITS) {
-            bail!("{}", lost.sentence);
+        if let Some(lost) = lost.filter(|lost| lost.contains(": cannot write ")) {
+            bail!("{lost}");
         }
         let files = fs::read_dir(folder.path())?;
         let texts = files.map(|file| Ok(fs::read_to_string(file?.path())?));

@@ -249,6 +249,12 @@ pub fn cause(errors: &str) -> Option<&str> {
     lines.clone().find(reports).or(lines.next_back())
 }
 
+/// Quotes the words of a command for a shell, in one line.
+pub fn quoted_words(words: &[impl AsRef<OsStr>]) -> String {
+    let words: Vec<String> = words.iter().map(|word| quoted(word.as_ref())).collect();
+    words.join(" ")
+}
+
 /// Quotes a word for a shell, in one line.
 pub fn quoted(word: &OsStr) -> String {
     let text = word.to_string_lossy();

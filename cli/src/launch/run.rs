@@ -16,7 +16,7 @@ use sidecar_core::protocol::{Event, NoEffect};
 use sidecar_core::{summary, text, trace};
 
 use crate::control::{self, sockets};
-use crate::launch::child::{self, Group, quoted};
+use crate::launch::child::{self, Group, quoted, quoted_words};
 use crate::launch::crashes::Start;
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{Events, JOURNAL, Journal};
@@ -172,11 +172,10 @@ impl RunOptions {
             anyhow!("{}", text.lines().next().unwrap_or_default())
         })?;
         let options = parsed.options;
-        let flags: Vec<String> = flags.iter().map(|flag| quoted(flag.as_ref())).collect();
         ensure!(
             options.command == command && !options.dry_run,
             "expected options of 'run' for a program that runs, found '{}'",
-            flags.join(" ")
+            quoted_words(flags)
         );
         Ok(options)
     }
@@ -302,8 +301,7 @@ pub fn run(options: &RunOptions) -> Result<()> {
         for (name, value) in &prepared.variables {
             println!("export {name}={}", quoted(value));
         }
-        let words: Vec<String> = prepared.words.iter().map(|word| quoted(word)).collect();
-        println!("{}", words.join(" "));
+        println!("{}", quoted_words(&prepared.words));
         return Ok(());
     }
     let program = prepared.program()?;

@@ -11,7 +11,7 @@ const BATCHES: [u64; 2] = [1024, 2048];
 /// Memory of the GPUs that is left for the context and activations, at most: llama.cpp's `--fit-target`.
 const MARGIN: u64 = 1 << 30;
 /// Options of `run`.
-pub const STREAM: &str = "--stream-experts";
+const STREAM: &str = "--stream-experts";
 const COPIES: [&str; 3] = ["--expert-cache", "--post-fetch", "--page-lock"];
 
 /// A change of a command.
@@ -54,8 +54,6 @@ pub enum Kind {
 /// What is known before anything runs.
 pub struct Facts {
     pub sizes: Sizes,
-    /// The numbers of the layers with routed experts.
-    pub expert_layers: Vec<u32>,
     /// Memory that programs can still use.
     pub free: u64,
     /// Free memory of all GPUs that the program lists; `None` without one.
@@ -76,7 +74,7 @@ impl Facts {
     /// Returns what could make a command faster; what is likely to have the largest effect is first.
     pub fn changes(&self, words: &[OsString], known: &Known) -> Vec<Change> {
         let mut changes = Vec::new();
-        if !self.expert_layers.is_empty() && !self.fits() {
+        if !self.sizes.layers.is_empty() && !self.fits() {
             changes.push(Change::Stream);
         }
         if let Some(free) = self.gpu_free.filter(|_| known.has(options::GPU_LAYERS)) {
@@ -110,7 +108,7 @@ impl Facts {
     /// Returns where a model can be with GPUs that have so much free memory.
     fn placements(&self, free: u64, words: &[OsString], known: &Known) -> Vec<Change> {
         let mut changes = Vec::new();
-        let layers = &self.expert_layers;
+        let layers = &self.sizes.layers;
         let usable = free - MARGIN.min(free / 8);
         let left = usable.saturating_sub(self.sizes.other_bytes);
         let of_layer = self.sizes.expert_bytes / layers.len().max(1) as u64;

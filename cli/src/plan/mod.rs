@@ -14,7 +14,7 @@ mod others;
 mod report;
 mod rounds;
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -29,7 +29,7 @@ use sidecar_core::protocol::Event;
 use sidecar_core::text;
 
 use crate::deadline::LONGEST;
-use crate::launch::child::quoted;
+use crate::launch::child::quoted_words;
 use crate::output::progress;
 use crate::report::stream::Sizes;
 use crate::trial::{Interrupted, Program, prompts};
@@ -86,7 +86,7 @@ pub fn run(options: &PlanOptions) -> Result<()> {
         }
         let program = program.of(words.clone());
         let all = with_run(changes, words);
-        Candidate::new(changes.to_vec(), text_of(&all), all, program)
+        Candidate::new(changes.to_vec(), quoted_words(&all), all, program)
     };
     let mut candidates = vec![with(&[])];
     for change in facts.changes(words, &known) {
@@ -103,7 +103,7 @@ pub fn run(options: &PlanOptions) -> Result<()> {
         return Ok(());
     }
     progress(&format!(
-        "running {} commands in turn, of which the slower half is left out after each round, for {} minutes at most",
+        "running {} commands in turn, for {} minutes at most",
         candidates.len(),
         options.minutes
     ));
@@ -135,14 +135,13 @@ pub fn run(options: &PlanOptions) -> Result<()> {
 
 /// Returns what is known about a model and the machine.
 fn facts(words: &[OsString], known: &Known, path: &Path, free: u64) -> Result<Facts> {
-    let (sizes, expert_layers) =
+    let sizes =
         Sizes::read(path).with_context(|| format!("cannot read the model {}", text::path(path)))?;
     let (cores, threads) = config::cores_and_threads();
     let number = |of| options::number_in(words, of).map(|of| of as u32);
     let answers = number(options::THREADS).unwrap_or(cores);
     Ok(Facts {
         sizes,
-        expert_layers,
         free,
         gpu_free: known.free_memory_of_gpus()?,
         cores,
@@ -177,9 +176,4 @@ fn with_run(changes: &[Change], words: Vec<OsString>) -> Vec<OsString> {
         .chain(flags)
         .chain(["--"]);
     run.map(OsString::from).chain(words).collect()
-}
-
-fn text_of(words: &[OsString]) -> String {
-    let words: Vec<String> = words.iter().map(|word| quoted(OsStr::new(word))).collect();
-    words.join(" ")
 }

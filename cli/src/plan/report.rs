@@ -63,7 +63,7 @@ impl Plan {
                 "start_seconds": mean.start_seconds,
                 "read_bytes": mean.read_bytes,
                 "faster": faster.as_ref().map(|of| of.mean),
-                "faster_error": faster.as_ref().and_then(|of| of.error),
+                "faster_error": faster.as_ref().and_then(|of| of.ratio).map(|of| of.error),
             })
         });
         let left_out = self.left_out();
@@ -267,6 +267,8 @@ impl Plan {
 
 /// Returns how many times as fast a command is, with the error of several rounds.
 fn faster_text(of: &Faster) -> String {
-    let error = of.error.map(|error| format!(" ±{error:.2}"));
-    format!("{:.2}x{}", of.mean, error.unwrap_or_default())
+    match of.ratio {
+        Some(ratio) => ratio.text(),
+        None => format!("{:.2}x", of.mean),
+    }
 }

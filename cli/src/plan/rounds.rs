@@ -12,6 +12,7 @@ use super::changes::{Change, Kind};
 use super::others::Since;
 use crate::compare::results::{LEAST_ROUNDS, Ratio};
 use crate::output::progress;
+use crate::trial::prompts::Request;
 use crate::trial::speeds::Speeds;
 use crate::trial::{Interrupted, Program, Run};
 
@@ -66,8 +67,8 @@ pub struct Measured {
 #[derive(Debug, Clone, Copy)]
 pub struct Faster {
     pub mean: f64,
-    /// Of several rounds.
-    pub error: Option<f64>,
+    /// The same with its error, of several rounds.
+    pub ratio: Option<Ratio>,
     /// In how many rounds both ran.
     pub rounds: usize,
 }
@@ -155,14 +156,10 @@ impl Candidate {
             .map(|(of, to)| (tokens.seconds(to), tokens.seconds(of)))
             .collect();
         let ratio = Ratio::of(&pairs);
-        let mean = match (&ratio, pairs.first()) {
-            (Some(ratio), _) => ratio.mean,
-            (None, Some((to, of))) => to / of,
-            (None, None) => return None,
-        };
+        let of_first = || pairs.first().map(|(to, of)| to / of);
         Some(Faster {
-            mean,
-            error: ratio.map(|ratio| ratio.error),
+            mean: ratio.map(|ratio| ratio.mean).or_else(of_first)?,
+            ratio,
             rounds: pairs.len(),
         })
     }
@@ -355,7 +352,7 @@ impl Rounds {
         Ok(true)
     }
 
-    fn add(&mut self, mut candidate: Candidate, requests: &[crate::trial::prompts::Request]) {
+    fn add(&mut self, mut candidate: Candidate, requests: &[Request]) {
         let is_known = |of: &Candidate| of.command == candidate.command;
         if self.candidates.iter().any(is_known) {
             return;
@@ -438,17 +435,8 @@ impl Rounds {
             [_] => true,
             [_, last] => {
                 let faster = self.candidates[last].faster_than(typed, self.tokens);
-                let is_known = |of: Faster| {
-                    let error = of.error?;
-                    Some(
-                        Ratio {
-                            mean: of.mean,
-                            error,
-                        }
-                        .is_known(PRECISION),
-                    )
-                };
-                typed.obstacle.is_some() || faster.and_then(is_known) == Some(true)
+                let ratio = faster.and_then(|of| of.ratio);
+                typed.obstacle.is_some() || ratio.is_some_and(|of| of.is_known(PRECISION))
             }
             _ => false,
         }
@@ -486,15 +474,8 @@ impl Rounds {
             let is_equal = |at: &usize| {
                 let of = &self.candidates[fastest];
                 of.faster_than(&self.candidates[*at], self.tokens)
-                    .is_some_and(|of| match of.error {
-                        Some(error) => {
-                            !Ratio {
-                                mean: of.mean,
-                                error,
-                            }
-                            .differs()
-                                || of.mean < 1.0 + EQUAL
-                        }
+                    .is_some_and(|of| match of.ratio {
+                        Some(ratio) => !ratio.differs() || ratio.mean < 1.0 + EQUAL,
                         None => of.mean < 1.0 + spread.unwrap_or(0.0).max(EQUAL),
                     })
             };

@@ -74,7 +74,8 @@ fn mb(bytes: f64) -> f64 {
 /// Sizes of a model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sizes {
-    layers: usize,
+    /// The numbers of the layers with routed experts, except those that predict further tokens.
+    pub layers: Vec<u32>,
     /// The most experts of a layer.
     experts: u32,
     /// The fewest and the most experts that a token uses in a layer; none when not known.
@@ -86,17 +87,15 @@ pub struct Sizes {
 }
 
 impl Sizes {
-    /// Reads the headers of a model. Returns its sizes, and the layers with routed experts.
-    pub fn read(path: &Path) -> Result<(Sizes, Vec<u32>)> {
+    /// Reads the headers of a model.
+    pub fn read(path: &Path) -> Result<Sizes> {
         let files = gguf::open_model(path, Access::Read)?;
         let routing = Routing::of(&files);
         let index = ExpertIndex::of(&files);
         let layers = index.layers().map(|(layer, _)| layer);
-        let layers: Vec<u32> = layers
-            .filter(|layer| !routing.predicting.contains(layer))
-            .collect();
-        let used = layers.iter().map(|&layer| (layer, routing.used_in(layer)));
-        Ok((Sizes::of(&files, &used.collect()), layers))
+        let layers = layers.filter(|layer| !routing.predicting.contains(layer));
+        let used = layers.map(|layer| (layer, routing.used_in(layer)));
+        Ok(Sizes::of(&files, &used.collect()))
     }
 
     pub fn all_bytes(&self) -> u64 {
@@ -106,7 +105,7 @@ impl Sizes {
     fn of(files: &[GgufFile], used: &BTreeMap<u32, u64>) -> Sizes {
         let index = ExpertIndex::of(files);
         let mut sizes = Sizes {
-            layers: 0,
+            layers: Vec::new(),
             experts: 0,
             used: used
                 .values()
@@ -127,7 +126,7 @@ impl Sizes {
                 .iter()
                 .filter(|tensor| tensor.name.layer == layer);
             let bytes: u64 = tensors.map(|tensor| tensor.nbytes).sum();
-            sizes.layers += 1;
+            sizes.layers.push(layer);
             sizes.experts = sizes.experts.max(experts);
             sizes.expert_bytes += bytes;
             let of_token = used.get(&layer).map_or(0, |used| *used);
@@ -140,7 +139,7 @@ impl Sizes {
     }
 
     pub fn sentence(&self) -> String {
-        if self.layers == 0 {
+        if self.layers.is_empty() {
             return format!(
                 "{:.0} MB of tensors, without routed experts",
                 mb(self.other_bytes as f64)
@@ -158,7 +157,7 @@ impl Sizes {
         };
         format!(
             "{} layers of {} experts: {:.0} MB of routed experts, {:.0} MB of other tensors; {of_token}",
-            self.layers,
+            self.layers.len(),
             self.experts,
             mb(self.expert_bytes as f64),
             mb(self.other_bytes as f64)
@@ -367,7 +366,7 @@ mod tests {
     #[test]
     fn experts_and_other_tensors_are_summed() {
         let expected = Sizes {
-            layers: 2,
+            layers: vec![0, 2],
             experts: 8,
             used: Some((2, 2)),
             expert_bytes: 12 * EXPERT,
