@@ -308,6 +308,21 @@ fn a_weight_that_is_from_no_file_refuses_swaps_by_its_name() {
     assert_eq!(host.end(), Some(0));
 }
 
+/// A swap changes the weight, and not a view that has memory already.
+#[test]
+fn a_view_that_the_program_keeps_refuses_swaps_of_its_weight() {
+    let (_folder, path) = folder(&model(1.0));
+    let drop_in = on(&[("SMALL_KEEPS_VIEW", "1")]);
+    let mut host = Host::start(Program::Small(true), &path, &drop_in);
+    settle(&mut host, 1.0);
+    let report = swap(&host, &path, &model(2.0));
+    assert_eq!(report["ok"], false, "{report}");
+    let refused = "the program keeps views of it";
+    assert!(report.to_string().contains(refused), "{report}");
+    settle(&mut host, 1.0);
+    assert_eq!(host.end(), Some(0));
+}
+
 /// An adapter is from a file of its own.
 #[test]
 fn an_adapter_refuses_no_swap() {

@@ -44,6 +44,7 @@ void ggml_free(context_t * context);
 tensor_t * ggml_new_tensor_1d(context_t *, int type, int64_t);
 tensor_t * ggml_new_tensor_2d(context_t *, int type, int64_t, int64_t);
 tensor_t * ggml_new_tensor_3d(context_t *, int type, int64_t, int64_t, int64_t);
+int ggml_backend_view_init(tensor_t *);
 tensor_t * ggml_view_2d(context_t *, tensor_t *, int64_t, int64_t, size_t stride, size_t offset);
 size_t ggml_row_size(int type, int64_t);
 tensor_t * ggml_mul(context_t *, tensor_t *, tensor_t *);
@@ -90,6 +91,8 @@ enum { PRODUCT, NORM, EXPERTS, ROUTER, WEIGHTS };
 static const char * const names[WEIGHTS] = {"w.weight", "norm.weight", "blk.0.ffn_down_exps.weight",
                                             "blk.0.ffn_gate_inp.weight"};
 static tensor_t * weights[WEIGHTS];
+// A view of the first weight, which is read in its place and kept between evaluations.
+static tensor_t * kept_view;
 // A copy of the experts, which is read in their place.
 static tensor_t * copied_experts;
 static backend_t backend;
@@ -122,6 +125,13 @@ static void copy_experts(void) {
     ggml_backend_tensor_get(weights[EXPERTS], bytes, 0, size);
     ggml_backend_tensor_set(copied_experts, bytes, 0, size);
     free(bytes);
+}
+
+// Keeps a view of the first weight.
+static void keep_view(void) {
+    context_t * context = ggml_init((struct init_params){1 << 12, NULL, true});
+    kept_view = ggml_view_2d(context, weights[PRODUCT], WIDTH, ROWS, ggml_row_size(F32, WIDTH), 0);
+    ggml_backend_view_init(kept_view);
 }
 
 void small_load(const char * path, bool reserves) {
@@ -161,6 +171,9 @@ void small_load(const char * path, bool reserves) {
     gguf_free(file);
     if (weights[EXPERTS] && getenv("SMALL_COPIES_EXPERTS")) {
         copy_experts();
+    }
+    if (getenv("SMALL_KEEPS_VIEW")) {
+        keep_view();
     }
     other_ids_too = getenv("SMALL_ROUTES_TWICE") != NULL;
     sched = ggml_backend_sched_new(&backend, NULL, 1, 64, false, false);
@@ -319,7 +332,10 @@ static void build(void) {
         ggml_free(graph_context);
     }
     if (!graph_memory) {
-        graph_memory = malloc(graph_size);
+        // Between the weights of a model that the first thread loads and those of models that other threads load: their
+        // heaps are below and above this address. The kernel takes another one where it is in use.
+        graph_memory = mmap((void *) 0x600000000000, graph_size, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     }
     graph_context = ggml_init((struct init_params){graph_size, graph_memory, true});
     context_t * c = graph_context;
@@ -329,7 +345,7 @@ static void build(void) {
     tensor_t * scaled = weights[NORM] ? ggml_mul(c, input, weights[NORM]) : input;
     scaled = derived ? ggml_mul(c, scaled, derived) : scaled;
     tensor_t * view = ggml_view_2d(c, weights[PRODUCT], WIDTH, ROWS, ggml_row_size(F32, WIDTH), 0);
-    result = ggml_mul_mat(c, view, scaled);
+    result = ggml_mul_mat(c, kept_view ? kept_view : view, scaled);
     ggml_set_output(result);
     graph = ggml_new_graph_custom(c, 64, false);
     ggml_build_forward_expand(graph, result);
@@ -411,7 +427,7 @@ float llama_decode(int stall_ms, bool waits, int * status) {
 void small_free(void) {
     ggml_free(graph_context);
     memset(graph_memory, 0x41, graph_size);
-    free(graph_memory);
+    munmap(graph_memory, graph_size);
     ggml_backend_free(backend);
     ggml_backend_sched_free(sched);
 }

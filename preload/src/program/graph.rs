@@ -79,7 +79,7 @@ pub struct GraphReads {
     pub weights: Vec<UsedWeight>,
     /// Weights of which nodes are views.
     pub viewed: Vec<*mut Tensor>,
-    /// Weights of which nodes are views that outlive the graph.
+    /// Weights that nodes read through views that outlive the graph.
     pub kept_views: Vec<*mut Tensor>,
     /// Products over experts in the program's own cache.
     pub cached: Vec<CachedProduct>,
@@ -88,7 +88,8 @@ pub struct GraphReads {
 }
 
 impl GraphReads {
-    /// Lists what a graph reads. `is_weight` decides which tensors count as weights.
+    /// Lists what a graph reads. `is_weight` is fast and decides which tensors count as weights. A view of a tensor may
+    /// be a weight, too: `is_loaded` is whether it was loaded from a file.
     ///
     /// # Safety
     ///
@@ -97,6 +98,7 @@ impl GraphReads {
         ggml: &Ggml,
         graph: *mut Graph,
         is_weight: impl Fn(*mut Tensor) -> bool,
+        is_loaded: impl Fn(*mut Tensor) -> bool,
     ) -> GraphReads {
         let (f, layout) = (&ggml.f, &ggml.layout);
         let mut reads = GraphReads {
@@ -117,11 +119,15 @@ impl GraphReads {
                 let viewed: *mut Tensor = layout.read(node, layout.view_src);
                 for source in layout.sources(node) {
                     // What reads a view of a weight reads the weight; making the view does not.
-                    let weight = match is_weight(source) {
-                        true => source,
-                        false => layout.read(source, layout.view_src),
-                    };
+                    let of: *mut Tensor = layout.read(source, layout.view_src);
+                    let is_itself = of.is_null() || is_weight(source) && is_loaded(source);
+                    let weight = if is_itself { source } else { of };
                     if is_weight(weight) && weight != viewed {
+                        // A view of this graph has no memory before the graph is allocated.
+                        let buffer: *mut Buffer = layout.read(source, layout.buffer);
+                        if !is_itself && !buffer.is_null() {
+                            reads.kept_views.push(weight);
+                        }
                         let used = ggml.ops.use_of(op);
                         let no_ids = std::ptr::null_mut();
                         let ids = used.ids.map_or(no_ids, |at| layout.source(node, at));
@@ -160,10 +166,6 @@ impl GraphReads {
                 }
                 if is_weight(viewed) {
                     reads.viewed.push(viewed);
-                    // A view of this graph has no memory before the graph is allocated.
-                    if !layout.read::<*mut Buffer>(node, layout.buffer).is_null() {
-                        reads.kept_views.push(viewed);
-                    }
                 }
             }
         }

@@ -149,6 +149,14 @@ pub fn addresses() -> Range<usize> {
     SHARED.lowest.load(Ordering::Relaxed)..SHARED.highest.load(Ordering::Relaxed)
 }
 
+/// Whether a tensor was given memory and is, or may be, of a model that is being loaded.
+pub fn is_recorded(tensor: *mut Tensor) -> bool {
+    let loads = SHARED.loads.lock();
+    let mut placed = loads.open.iter().flat_map(|load| &load.tensors);
+    let mut unclear = loads.unclear.iter();
+    placed.any(|of| of.tensor == tensor as usize) || unclear.any(|of| of.tensor == tensor as usize)
+}
+
 /// Records a GGUF file that the program opened on this thread.
 pub fn file_opened(caller: &'static Caller, ggml: &'static Ggml, path: &Path) {
     let opened = GgufFile::open(path, Access::Read).map_err(|error| {

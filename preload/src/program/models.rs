@@ -548,6 +548,11 @@ pub fn is_registered(tensor: *mut Tensor) -> bool {
         .is_some_and(|index| index.contains_key(&(tensor as usize)))
 }
 
+/// Whether a tensor was loaded from a file, or is being loaded from one.
+pub fn is_loaded(tensor: *mut Tensor) -> bool {
+    is_registered(tensor) || loads::is_recorded(tensor)
+}
+
 /// What a graph reads.
 #[derive(Default)]
 pub struct Found {

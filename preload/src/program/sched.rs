@@ -521,7 +521,7 @@ impl Scheduler {
         // SAFETY: as the caller ensures.
         let (mut reads, backends) = unsafe {
             (
-                GraphReads::of(ggml, graph, models::may_be_registered()),
+                GraphReads::of(ggml, graph, models::may_be_registered(), models::is_loaded),
                 Backends::of(ggml, sched),
             )
         };
