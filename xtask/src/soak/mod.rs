@@ -11,15 +11,16 @@
 //! The others overlap with a swap, or go on with keys and values of the other model. They
 //! have to succeed, with text in UTF-8 and log-probabilities that are numbers.
 //!
-//! Everything is on: experts from disk, the trace with routes and saliency, metrics. Another user
-//! and hostile clients are beside it: see [`hostile`]. A second server, in the router mode of
-//! llama-server, loads and frees models all the time.
+//! Everything is on: experts from disk, the trace with routes and saliency, metrics, the page of `top --web`. Another
+//! user and hostile clients are beside it: see [`hostile`] and [`page`]. The limit of its memory falls and rises. A second
+//! server, in the router mode of llama-server, loads and frees models all the time.
 //!
 //! Modules, top to bottom:
 //!
 //! | module | contents |
 //! |---|---|
-//! | `hostile`, `router`, `steps` | another user beside the run; the router mode; what happens to file and server |
+//! | `hostile`, `page`, `router` | another user beside the run; the page; the router mode |
+//! | `steps` | what happens to file and server |
 //! | `load`, `known` | clients; the answers of each model |
 //! | `place`, `vitals`, `options`, `failures` | the folder of the model; what a process holds; how servers are started; what goes wrong |
 
@@ -28,6 +29,7 @@ mod hostile;
 mod known;
 mod load;
 mod options;
+mod page;
 mod place;
 mod router;
 mod steps;
@@ -38,9 +40,10 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Error, Result, bail, ensure};
 use serde_json::Value;
 use testkit::host::disturb;
+use testkit::memory_limit::MemoryLimit;
 use testkit::server::Server;
 
 use crate::install::target_folder;
@@ -50,9 +53,10 @@ use hostile::Hostile;
 use known::Known;
 use load::{CLIENTS, Load, Observation};
 use options::options;
+use page::Page;
 use place::Place;
-use steps::Steps;
-use vitals::Vitals;
+use steps::{Steps, WIDE};
+use vitals::{GROWTH, Vitals};
 
 /// The model and the variant of it. The server is started with the first.
 const MODELS: [&str; 2] = ["small-moe.gguf", "small-moe-q8_0.gguf"];
@@ -64,9 +68,6 @@ const QUIET_ANSWERS: usize = 50;
 const LEARNING: u32 = 4;
 /// How often metrics are requested.
 const METRICS_EVERY: Duration = Duration::from_millis(500);
-/// By how much memory that belongs to no file may grow, from the first third of the cycles
-/// to the last.
-const GROWTH: u64 = 16 << 20;
 /// What the drop-in may warn about: files that are no models, and were made for that.
 const EXPECTED_WARNINGS: [&str; 2] = [": ignored: ", ": refused: "];
 /// How many answers are looked for again after the run.
@@ -205,10 +206,14 @@ fn soak(
     let place = Place::new()?;
     place.put(files[0])?;
     let mut hostile = Hostile::new()?;
-    let server = Server::start(
+    let limit = MemoryLimit::new(WIDE);
+    let server = Server::start_or_end(
         &place.model(),
         &options(&hostile.outputs().join(""), CLIENTS),
+        |command| limit.iter().for_each(|limit| limit.apply(command)),
     );
+    let server = server.map_err(Error::msg)?;
+    let page = Page::start(cli, server.socket())?;
     hostile.plant(server.id(), &place.model())?;
     let load = Load::new(0);
     let compared = Mutex::new([0u64; 2]);
@@ -222,7 +227,7 @@ fn soak(
             }
         }
     };
-    let mut steps = Steps::new(files, cli, &place, &server, &load, failures);
+    let mut steps = Steps::new(files, cli, &place, &limit, &server, &load, failures);
     let mut rests: Vec<Vitals> = Vec::new();
     let work = || {
         loop {
@@ -237,7 +242,7 @@ fn soak(
     let (over, connections, polled) =
         (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
     let outputs = hostile.outputs();
-    let (ran, loads) = std::thread::scope(|scope| {
+    let (ran, loads, samples) = std::thread::scope(|scope| {
         let over = &over;
         scope.spawn(|| {
             disturb(
@@ -258,15 +263,18 @@ fn soak(
                 std::thread::sleep(METRICS_EVERY);
             }
         });
+        scope.spawn(|| page.disturb(over));
+        let samples = scope.spawn(|| page.watch(over, failures));
         let router = scope.spawn(|| {
             let models = [files[0], files[1]].map(|file| file.as_path());
             router::run(&models, &outputs, over, failures)
         });
         let ran = with_clients(&server, &load, failures, &observe, work);
         over.store(true, Ordering::Relaxed);
-        (ran, router.join().expect("no panic"))
+        let [router, samples] = [router, samples].map(|thread| thread.join().expect("no panic"));
+        (ran, router, samples)
     });
-    let loads = loads?;
+    let (loads, samples) = (loads?, samples?);
     if let Err(error) = ran {
         println!("{}", server.log().join("\n"));
         return Err(error);
@@ -285,6 +293,7 @@ fn soak(
             connections.into_inner().to_string(),
         ),
         ("polls of metrics".into(), polled.into_inner().to_string()),
+        ("samples of the page".into(), samples.to_string()),
         (
             "layers whose experts were streamed".into(),
             status["models"][0]["stream"]["layers"].to_string(),

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail, ensure};
 use serde_json::Value;
+use testkit::memory_limit::MemoryLimit;
 use testkit::server::Server;
 
 use super::failures::Failures;
@@ -20,6 +21,10 @@ const DWELL: Duration = Duration::from_secs(2);
 const STOPPED: Duration = Duration::from_millis(1500);
 /// How long a file that was found by watching may take to be in use: it has to be quiet first.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// The limit of the server's memory between the steps that lower it, in bytes.
+pub const WIDE: u64 = 16 << 30;
+/// By how much the lowered limit is above what is in use, in bytes.
+const SPARE: u64 = 32 << 20;
 /// Rounds of a storm of swaps.
 const STORM: usize = 3;
 /// The tensors that differ between the models.
@@ -31,6 +36,8 @@ pub struct Steps<'a> {
     files: [&'a PathBuf; 3],
     cli: &'a Path,
     place: &'a Place,
+    /// The limit of the server's memory, or why there is none.
+    limit: &'a Result<MemoryLimit, String>,
     server: &'a Server,
     load: &'a Load,
     failures: &'a Failures,
@@ -44,6 +51,7 @@ pub struct Steps<'a> {
     full: u64,
     reverted: u64,
     masked: u64,
+    limited: u64,
     cut_short: Refused,
     preallocated: Refused,
 }
@@ -61,6 +69,7 @@ impl<'a> Steps<'a> {
         files: [&'a PathBuf; 3],
         cli: &'a Path,
         place: &'a Place,
+        limit: &'a Result<MemoryLimit, String>,
         server: &'a Server,
         load: &'a Load,
         failures: &'a Failures,
@@ -69,6 +78,7 @@ impl<'a> Steps<'a> {
             files,
             cli,
             place,
+            limit,
             server,
             load,
             failures,
@@ -81,6 +91,7 @@ impl<'a> Steps<'a> {
             full: 0,
             reverted: 0,
             masked: 0,
+            limited: 0,
             cut_short: Refused::default(),
             preallocated: Refused::default(),
         }
@@ -103,6 +114,7 @@ impl<'a> Steps<'a> {
         self.full_disk()?;
         self.swap_by_command()?;
         self.storm()?;
+        self.limit_memory()?;
         self.mask()?;
         self.revert()
     }
@@ -117,6 +129,10 @@ impl<'a> Steps<'a> {
             None => self.full.to_string(),
             Some(why) => format!("skipped: no file system of its own ({why})"),
         };
+        let limited = match self.limit {
+            Ok(_) => self.limited.to_string(),
+            Err(why) => format!("skipped: {why}"),
+        };
         let figures = [
             ("swaps by watching", self.watched.to_string()),
             ("swaps by command", self.commanded.to_string()),
@@ -128,6 +144,7 @@ impl<'a> Steps<'a> {
             ("swaps on a full disk that failed", full),
             ("reverts to the originals", self.reverted.to_string()),
             ("masks of experts, removed again", self.masked.to_string()),
+            ("limits of memory, lowered and lifted", limited),
         ];
         figures.map(|(name, value)| (name.into(), value)).into()
     }
@@ -342,6 +359,17 @@ impl<'a> Steps<'a> {
 }
 
 impl Steps<'_> {
+    /// Lowers the limit of the server's memory and lifts it. The answers stay those of the model.
+    fn limit_memory(&mut self) -> Result<()> {
+        if let Ok(limit) = self.limit {
+            limit.set(limit.used() + SPARE)?;
+            self.dwell();
+            limit.set(WIDE)?;
+            self.limited += 1;
+        }
+        Ok(())
+    }
+
     /// Masks experts of a layer for some time. Afterwards the server has its model again.
     fn mask(&mut self) -> Result<()> {
         let socket = self.server.socket().to_string_lossy().into_owned();

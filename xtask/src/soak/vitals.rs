@@ -4,6 +4,9 @@ use std::fs;
 
 use anyhow::{Context, Result};
 
+/// By how much memory that belongs to no file may grow in a run.
+pub const GROWTH: u64 = 16 << 20;
+
 /// What a process held at a moment.
 #[derive(Debug, Clone, Copy)]
 pub struct Vitals {
