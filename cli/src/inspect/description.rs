@@ -1,11 +1,13 @@
 //! `llama-sidecar inspect`.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::Path;
 
 use anyhow::Result;
 use llama_sidecar::model::{Model, Options};
+use serde::{Serialize, Serializer};
 use serde_json::{Value as Json, json};
 use sidecar_core::experts::Projection;
 use sidecar_core::gguf::{KeyValue, Value};
@@ -16,39 +18,74 @@ use crate::print::stdout;
 /// Number of array elements in the output.
 const SHOWN: u64 = 5;
 
+/// What is printed as JSON.
+#[derive(Serialize)]
+struct Description<'a> {
+    #[serde(flatten)]
+    general: Json,
+    tensors: Tensors<'a>,
+}
+
+/// The tensors of a model. A file may have very many: they are written one by one.
+struct Tensors<'a>(&'a Model);
+
+#[derive(Serialize)]
+struct Tensor<'a> {
+    name: Cow<'a, str>,
+    #[serde(rename = "type")]
+    ty: &'static str,
+    shape: [u64; 4],
+    bytes: u64,
+    file: usize,
+    offset: Option<u64>,
+}
+
+impl<'a> Tensors<'a> {
+    fn iter(&self) -> impl Iterator<Item = Tensor<'a>> {
+        let model = self.0;
+        (0..model.tensor_count()).map(move |index| {
+            let tensor = model.tensor(index);
+            Tensor {
+                name: model.name(index).to_string_lossy(),
+                ty: tensor.ty().name(),
+                shape: tensor.ne(),
+                bytes: tensor.nbytes(),
+                file: tensor.file,
+                offset: tensor.file_offset(),
+            }
+        })
+    }
+}
+
+impl Serialize for Tensors<'_> {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_seq(self.iter())
+    }
+}
+
 /// Prints a model to standard output.
 pub fn run(file: &Path, as_json: bool) -> Result<()> {
     let model = Model::open(file, Options::host())?;
-    let mut described = describe(&model)?;
+    let mut general = describe(&model)?;
+    let tensors = Tensors(&model);
     let mut out = stdout();
     if as_json {
-        writeln!(out, "{described:#}")?;
+        serde_json::to_writer_pretty(&mut out, &Description { general, tensors })?;
+        writeln!(out)?;
     } else {
-        text::one_line(&mut described);
-        print(&mut out, &described)?;
+        text::one_line(&mut general);
+        print(&mut out, &general, &tensors)?;
     }
     Ok(out.flush()?)
 }
 
+/// Describes a model without its tensors.
 fn describe(model: &Model) -> Result<Json> {
     let metadata: serde_json::Map<String, Json> = model
         .metadata()
         .iter()
         .map(|key| Ok((key.name_lossy(), metadata_value(model, key)?)))
         .collect::<Result<_>>()?;
-    let tensors: Vec<Json> = (0..model.tensor_count())
-        .map(|index| {
-            let tensor = model.tensor(index);
-            json!({
-                "name": model.name(index).to_string_lossy(),
-                "type": tensor.ty().name(),
-                "shape": tensor.ne(),
-                "bytes": tensor.nbytes(),
-                "file": tensor.file,
-                "offset": tensor.file_offset(),
-            })
-        })
-        .collect();
     let files: Vec<String> = (0..model.file_count())
         .map(|file| text::path(model.file_path(file)))
         .collect();
@@ -59,7 +96,6 @@ fn describe(model: &Model) -> Result<Json> {
         "metadata": metadata,
         "types": types(model),
         "moe_layers": moe_layers(model),
-        "tensors": tensors,
     }))
 }
 
@@ -123,7 +159,7 @@ fn moe_layers(model: &Model) -> Json {
     layers.collect()
 }
 
-fn print(out: &mut impl Write, model: &Json) -> std::io::Result<()> {
+fn print(out: &mut impl Write, model: &Json, tensors: &Tensors) -> std::io::Result<()> {
     let list = |name: &str| model[name].as_array().cloned().unwrap_or_default();
     let object = |value: &Json| value.as_object().cloned().unwrap_or_default();
     writeln!(
@@ -132,7 +168,7 @@ fn print(out: &mut impl Write, model: &Json) -> std::io::Result<()> {
         model["gguf_version"],
         list("files").len(),
         model["file_bytes"],
-        list("tensors").len()
+        tensors.0.tensor_count()
     )?;
     writeln!(out, "\nmetadata")?;
     for (key, value) in object(&model["metadata"]) {
@@ -173,20 +209,19 @@ fn print(out: &mut impl Write, model: &Json) -> std::io::Result<()> {
         writeln!(out)?;
     }
     writeln!(out, "\ntensors")?;
-    for tensor in list("tensors") {
-        let shape: Vec<String> = tensor["shape"]
-            .as_array()
-            .map(|ne| ne.iter().map(ToString::to_string).collect())
-            .unwrap_or_default();
+    for tensor in tensors.iter() {
+        let shape: Vec<String> = tensor.shape.iter().map(u64::to_string).collect();
         writeln!(
             out,
             "  {:<44} {:<8} {:<26} {:>12} bytes, file {}, offset {}",
-            plain(&tensor["name"]),
-            plain(&tensor["type"]),
+            text::line(&tensor.name),
+            tensor.ty,
             shape.join(" x "),
-            tensor["bytes"],
-            tensor["file"],
-            tensor["offset"]
+            tensor.bytes,
+            tensor.file,
+            tensor
+                .offset
+                .map_or("none".into(), |offset| offset.to_string())
         )?;
     }
     Ok(())
