@@ -12,7 +12,7 @@ use crate::sync::{AtomicU8, AtomicUsize, Condvar, Mutex, Ordering};
 /// How long a wait lasts before it checks that threads are there.
 const CHECK_PERIOD: Duration = Duration::from_millis(200);
 
-/// What several threads wait for.
+/// Value of `awaited`: wake for any matrix.
 const ANY: usize = usize::MAX;
 
 const ABSENT: u8 = 0;

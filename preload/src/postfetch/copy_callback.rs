@@ -51,7 +51,7 @@ pub unsafe fn is_copied(scheduler: &Scheduler, of: &WeightCopy) -> bool {
         return false;
     };
     if !are_parts_seen || of.backend != layer.backend || of.weight != product.weight.cast_const() {
-        state.stand_back();
+        state.leave_copies_to_program();
         return false;
     }
     let is_same = |ids| layer.known && layer.ids.contains(&ids);

@@ -93,7 +93,7 @@ pub unsafe fn is_copied(
     let start: usize = unsafe { ggml.layout.read(product.weight, ggml.layout.data) };
     let expected = layer.known && backend == layer.backend && start + bytes.start == data as usize;
     if !expected {
-        state.stand_back();
+        state.leave_copies_to_program();
         return false;
     }
     if leaves_out(fetcher, layer, product, bytes.len(), |request| {

@@ -5,7 +5,7 @@
 //! the GPU, reads the ids, copies the used experts of one matrix, and multiplies. Here the copies
 //! of all matrices of a layer begin when its ids are known, in a queue of their own, and those of
 //! the next layer if nearly all experts are used. The program's own copies are left out where
-//! they would copy the same bytes. Whatever fails, they are not left out.
+//! they would copy the same bytes. On any failure, the program makes its own copies.
 //!
 //! | moment | here |
 //! |---|---|
@@ -208,7 +208,7 @@ impl Capability for PostFetch {
                 state.retire();
             }
             if let Some(fetcher) = state.fetcher.as_ref().filter(|of| of.is_lost()) {
-                fetcher.outlast();
+                fetcher.wait_until_idle();
             }
             state.clear_cache();
         }

@@ -124,7 +124,7 @@ pub unsafe fn begins(ggml: &'static Ggml, backend: *mut Backend, part: *mut Grap
         }
     }
     if !expected {
-        state.stand_back();
+        state.leave_copies_to_program();
     }
     if lost {
         state.leave(ggml);

@@ -288,7 +288,7 @@ impl State {
         match self.seen {
             true => self.order = Order::Expected,
             // The calls of the scheduler do not go through the dynamic loader.
-            false => self.stand_back(),
+            false => self.leave_copies_to_program(),
         }
     }
 
@@ -338,8 +338,8 @@ impl State {
         }
     }
 
-    /// Leaves all copies to the program from now on.
-    pub fn stand_back(&mut self) {
+    /// The program makes all copies from now on.
+    pub fn leave_copies_to_program(&mut self) {
         if self.order != Order::Other {
             self.order = Order::Other;
             FIGURES.note_obstacle(

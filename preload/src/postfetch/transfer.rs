@@ -299,7 +299,7 @@ impl Queue {
     }
 
     /// Gives up the thread: what it has not issued is never waited for.
-    fn lose(&mut self, why: &str) {
+    fn give_up(&mut self, why: &str) {
         self.lost = true;
         self.take_back();
         barrier::refuse(READS_WEIGHTS);
@@ -320,7 +320,7 @@ impl Fetcher {
             if std::panic::catch_unwind(work).is_err() {
                 let mut queue = of_thread.queue.lock();
                 queue.busy = false;
-                queue.lose("an internal error of llama-sidecar; report it");
+                queue.give_up("an internal error of llama-sidecar; report it");
                 of_thread.progress.notify_all();
             }
         });
@@ -404,7 +404,7 @@ impl Fetcher {
             let waited = self.0.progress.wait_for(&mut queue, timeout);
             if waited.timed_out() && !queue.lost && condition(&queue) {
                 let seconds = timeout.as_secs_f32();
-                queue.lose(&format!(
+                queue.give_up(&format!(
                     "a copy took longer than {seconds} s (LLAMA_POSTFETCH_TIMEOUT_MS)"
                 ));
             }
@@ -413,7 +413,7 @@ impl Fetcher {
     }
 
     /// Waits until the thread, lost or not, copies nothing, however long that takes.
-    pub fn outlast(&self) {
+    pub fn wait_until_idle(&self) {
         let mut queue = self.0.queue.lock();
         while queue.busy {
             self.0.progress.wait(&mut queue);

@@ -446,7 +446,7 @@ pub fn refuse(reason: &'static str) -> bool {
     BARRIER.refused.set(reason).is_ok()
 }
 
-/// Counts the slots that became idle so far.
+/// How often a slot became idle.
 pub fn rests() -> u64 {
     BARRIER.rests.load(Ordering::Relaxed)
 }
