@@ -42,9 +42,6 @@ use crate::streaming::{self, load};
 use crate::trace::counts;
 use crate::{lifecycle, logits, postfetch};
 
-#[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
-compile_error!("the drop-in works on Linux x86-64 only");
-
 /// Exports each name of the table as a jump to where [`route`] decides.
 macro_rules! export {
     ($($hook:ident = $name:ident,)*) => {
@@ -57,55 +54,7 @@ macro_rules! export {
             #[unsafe(naked)]
             #[unsafe(no_mangle)]
             pub unsafe extern "C" fn $name() {
-                std::arch::naked_asm!(
-                    // All registers that can hold arguments (System V ABI): xmm0 to
-                    // xmm7, six integers, and al, the number of vector arguments. The
-                    // stack is on 16 bytes then, as calls want it.
-                    ".cfi_startproc",
-                    "sub rsp, 200",
-                    ".cfi_adjust_cfa_offset 200",
-                    "movups [rsp], xmm0",
-                    "movups [rsp + 16], xmm1",
-                    "movups [rsp + 32], xmm2",
-                    "movups [rsp + 48], xmm3",
-                    "movups [rsp + 64], xmm4",
-                    "movups [rsp + 80], xmm5",
-                    "movups [rsp + 96], xmm6",
-                    "movups [rsp + 112], xmm7",
-                    "mov [rsp + 128], rdi",
-                    "mov [rsp + 136], rsi",
-                    "mov [rsp + 144], rdx",
-                    "mov [rsp + 152], rcx",
-                    "mov [rsp + 160], r8",
-                    "mov [rsp + 168], r9",
-                    "mov [rsp + 176], rax",
-                    "mov edi, {hook}",
-                    "mov rsi, [rsp + 200]",
-                    "lea rdx, [rsp + 128]",
-                    "call {route}",
-                    "mov r11, rax",
-                    "mov rax, [rsp + 176]",
-                    "mov r9, [rsp + 168]",
-                    "mov r8, [rsp + 160]",
-                    "mov rcx, [rsp + 152]",
-                    "mov rdx, [rsp + 144]",
-                    "mov rsi, [rsp + 136]",
-                    "mov rdi, [rsp + 128]",
-                    "movups xmm7, [rsp + 112]",
-                    "movups xmm6, [rsp + 96]",
-                    "movups xmm5, [rsp + 80]",
-                    "movups xmm4, [rsp + 64]",
-                    "movups xmm3, [rsp + 48]",
-                    "movups xmm2, [rsp + 32]",
-                    "movups xmm1, [rsp + 16]",
-                    "movups xmm0, [rsp]",
-                    "add rsp, 200",
-                    ".cfi_adjust_cfa_offset -200",
-                    "jmp r11",
-                    ".cfi_endproc",
-                    hook = const Hook::$hook as usize,
-                    route = sym route,
-                )
+                crate::arch::routed!(Hook::$hook as usize, route)
             }
         )*
     };

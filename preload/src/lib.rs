@@ -18,6 +18,7 @@
 //! | [`loader`] | loaded objects, and the calls between them |
 //! | [`ggml`] | a copy of ggml: its functions and the layout of its tensors |
 //! | [`process`] | threads, signals, mappings, the journal |
+//! | [`arch`] | code that depends on the processor |
 //! | [`sync`] | atomics and locks, which a test replaces |
 //!
 //! A capability is a module that implements [`program::capability::Capability`], and a line in the
@@ -30,6 +31,7 @@
 // Tests are no programs of users.
 #![cfg_attr(test, allow(clippy::disallowed_methods))]
 
+mod arch;
 mod control;
 mod ggml;
 mod hotswap;

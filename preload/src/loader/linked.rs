@@ -17,7 +17,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use once_cell::sync::OnceCell;
 
-use crate::loader::code::{self, JUMP, Start};
+use crate::arch::{self, Start};
+use crate::loader::code;
 use crate::loader::loaded::{self, Place, Program, page_bytes};
 use crate::loader::symbols::{self, Function};
 
@@ -145,8 +146,8 @@ fn replace(program: &Program, functions: &[(&'static CStr, Option<&Function>)]) 
     let place = code::reserve(program.place.start, program.place.end, bytes).ok_or(FAR);
     let mut stubs = vec![0; bytes];
     let mut prepare = |number: usize, function: &Function| {
-        if !std::arch::is_x86_feature_detected!("xsave") {
-            return Err("needs a processor with XSAVE");
+        if let Some(lacks) = arch::lacks() {
+            return Err(lacks);
         }
         let bytes = program.code(function.address, function.bytes);
         let bytes = bytes.ok_or("is not in the code of the program")?;
@@ -161,10 +162,10 @@ fn replace(program: &Program, functions: &[(&'static CStr, Option<&Function>)]) 
             return Err("has the code of another function, too");
         }
         let stub = place? + number * BYTES;
-        let jump = (start.address, code::jump(start.address, stub).ok_or(FAR)?);
+        let jump = (start.address, arch::jump(start.address, stub).ok_or(FAR)?);
         let moved = start.moved(stub + MOVED)?;
         let stub_bytes = &mut stubs[number * BYTES..][..BYTES];
-        let head = stub_head(number);
+        let head = arch::stub_head(number, enter as *const () as usize);
         stub_bytes[..head.len()].copy_from_slice(&head);
         let space = stub_bytes[MOVED..].get_mut(..moved.len());
         space
@@ -195,17 +196,6 @@ fn replace(program: &Program, functions: &[(&'static CStr, Option<&Function>)]) 
     entries.collect()
 }
 
-/// Returns the instructions that hand the call of a function to [`enter`]: `push NUMBER; jmp [rip + 0]`, and the
-/// address.
-fn stub_head(number: usize) -> Vec<u8> {
-    let enter = enter as *const () as usize;
-    let mut head = vec![0x68];
-    head.extend((number as u32).to_le_bytes());
-    head.extend([0xff, 0x25, 0, 0, 0, 0]);
-    head.extend(enter.to_le_bytes());
-    head
-}
-
 /// Returns the addresses of functions that instructions of the program call, or jump to.
 fn called<'a>(program: &Program, functions: impl Iterator<Item = &'a Function>) -> BTreeSet<usize> {
     /// Programs have many calls: most are of functions with another remainder.
@@ -217,98 +207,20 @@ fn called<'a>(program: &Program, functions: impl Iterator<Item = &'a Function>) 
     }
     let mut found = BTreeSet::new();
     for (start, bytes) in program.parts() {
-        // Each byte of the program: only the opcodes are compared.
-        let opcodes = bytes.iter().enumerate();
-        for (at, _) in opcodes.filter(|(_, opcode)| matches!(opcode, 0xe8 | 0xe9)) {
-            let distance = bytes
-                .get(at + 1..at + JUMP)
-                .and_then(|of| of.try_into().ok());
-            let Some(distance) = distance.map(i32::from_le_bytes) else {
-                continue;
-            };
-            let to = (start + at + JUMP).wrapping_add_signed(distance as isize);
+        arch::branches(start, bytes, |to| {
             if remainders[to % REMAINDERS] && all.contains(&to) {
                 found.insert(to);
             }
-        }
+        });
     }
     found
 }
-
-/// Registers that calls may change besides the general ones, by the bits of `XCR0`: x87, SSE, AVX, AVX-512.
-const STATE: u32 = 0b1110_0111;
-/// What they take: 512 bytes, a header of 64, and up to the end of the last AVX-512 registers.
-const STATE_BYTES: usize = 2688;
 
 /// Where each replaced function jumps to, with its number on the stack: calls its destination, and changes no register
 /// but the result.
 #[unsafe(naked)]
 unsafe extern "C" fn enter() {
-    std::arch::naked_asm!(
-        ".cfi_startproc",
-        // The number, above the address that the call returns to.
-        ".cfi_adjust_cfa_offset 8",
-        "push rbp",
-        ".cfi_adjust_cfa_offset 8",
-        ".cfi_offset rbp, -24",
-        "mov rbp, rsp",
-        ".cfi_def_cfa_register rbp",
-        "push r11",
-        "push r10",
-        "push rax",
-        "push r9",
-        "push r8",
-        "push rcx",
-        "push rdx",
-        "push rsi",
-        "push rdi",
-        "sub rsp, {bytes}",
-        "and rsp, -64",
-        // XSAVE leaves reserved bytes of the header, which XRSTOR expects to be 0.
-        "xor eax, eax",
-        "lea rdi, [rsp + 512]",
-        "mov ecx, 8",
-        "rep stosq",
-        "mov eax, {state}",
-        "xor edx, edx",
-        "xsave64 [rsp]",
-        "mov rdi, [rbp + 8]",
-        "lea rsi, [rbp - 72]",
-        "call {destination}",
-        "mov r11, rax",
-        "mov rdi, [rbp - 72]",
-        "mov rsi, [rbp - 64]",
-        "mov rdx, [rbp - 56]",
-        "mov rcx, [rbp - 48]",
-        "mov r8, [rbp - 40]",
-        "mov r9, [rbp - 32]",
-        "mov rax, [rbp - 24]",
-        "call r11",
-        "mov [rbp - 24], rax",
-        "mov eax, {state}",
-        "xor edx, edx",
-        "xrstor64 [rsp]",
-        "lea rsp, [rbp - 72]",
-        "pop rdi",
-        "pop rsi",
-        "pop rdx",
-        "pop rcx",
-        "pop r8",
-        "pop r9",
-        "pop rax",
-        "pop r10",
-        "pop r11",
-        "pop rbp",
-        ".cfi_def_cfa rsp, 16",
-        // The number.
-        "lea rsp, [rsp + 8]",
-        ".cfi_adjust_cfa_offset -8",
-        "ret",
-        ".cfi_endproc",
-        bytes = const STATE_BYTES,
-        state = const STATE,
-        destination = sym destination,
-    )
+    arch::enter!(destination)
 }
 
 /// Returns where a call goes to.
@@ -327,102 +239,17 @@ extern "C" fn destination(number: usize, arguments: &Arguments) -> *const c_void
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::arch::naked_asm;
+    use crate::arch::replaced::{
+        self, Registers, THROWS, TWICE, call_throws, throws, twice, with_registers,
+    };
     use std::sync::atomic::AtomicU64;
-
-    /// The general registers that calls may change, and 16 of AVX.
-    #[repr(C, align(32))]
-    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    struct Registers {
-        vectors: [[u64; 4]; 16],
-        general: [u64; 8],
-    }
-
-    /// What the replaced functions have: a conditional jump and an address relative to the instruction.
-    #[unsafe(naked)]
-    extern "C" fn twice(_of: usize) -> usize {
-        naked_asm!(
-            "test rdi, rdi",
-            "je 2f",
-            "lea rax, [rip + 3f]",
-            "mov rax, [rax]",
-            "imul rax, rdi",
-            "ret",
-            "2:",
-            "mov eax, 77",
-            "ret",
-            "3:",
-            ".quad 2",
-        )
-    }
-    const TWICE: usize = 26;
-
-    /// Sets the registers, calls [`twice`] with 21, and stores the registers.
-    #[unsafe(naked)]
-    extern "C" fn with_registers(_registers: &mut Registers) -> usize {
-        naked_asm!(
-            "push rbx",
-            "mov rbx, rdi",
-            "vmovdqa ymm0, [rbx]", "vmovdqa ymm1, [rbx + 32]", "vmovdqa ymm2, [rbx + 64]",
-            "vmovdqa ymm3, [rbx + 96]", "vmovdqa ymm4, [rbx + 128]", "vmovdqa ymm5, [rbx + 160]",
-            "vmovdqa ymm6, [rbx + 192]", "vmovdqa ymm7, [rbx + 224]", "vmovdqa ymm8, [rbx + 256]",
-            "vmovdqa ymm9, [rbx + 288]", "vmovdqa ymm10, [rbx + 320]", "vmovdqa ymm11, [rbx + 352]",
-            "vmovdqa ymm12, [rbx + 384]", "vmovdqa ymm13, [rbx + 416]", "vmovdqa ymm14, [rbx + 448]",
-            "vmovdqa ymm15, [rbx + 480]",
-            "mov rdi, [rbx + 512]", "mov rsi, [rbx + 520]", "mov rdx, [rbx + 528]",
-            "mov rcx, [rbx + 536]", "mov r8, [rbx + 544]", "mov r9, [rbx + 552]",
-            "mov r10, [rbx + 560]", "mov r11, [rbx + 568]",
-            "call {twice}",
-            "vmovdqa [rbx], ymm0", "vmovdqa [rbx + 32], ymm1", "vmovdqa [rbx + 64], ymm2",
-            "vmovdqa [rbx + 96], ymm3", "vmovdqa [rbx + 128], ymm4", "vmovdqa [rbx + 160], ymm5",
-            "vmovdqa [rbx + 192], ymm6", "vmovdqa [rbx + 224], ymm7", "vmovdqa [rbx + 256], ymm8",
-            "vmovdqa [rbx + 288], ymm9", "vmovdqa [rbx + 320], ymm10", "vmovdqa [rbx + 352], ymm11",
-            "vmovdqa [rbx + 384], ymm12", "vmovdqa [rbx + 416], ymm13", "vmovdqa [rbx + 448], ymm14",
-            "vmovdqa [rbx + 480], ymm15",
-            "mov [rbx + 512], rdi", "mov [rbx + 520], rsi", "mov [rbx + 528], rdx",
-            "mov [rbx + 536], rcx", "mov [rbx + 544], r8", "mov [rbx + 552], r9",
-            "mov [rbx + 560], r10", "mov [rbx + 568], r11",
-            "pop rbx",
-            "ret",
-            twice = sym twice,
-        )
-    }
-
-    /// Throws through the frame of [`enter`]; padded, as functions are.
-    #[unsafe(naked)]
-    unsafe extern "C-unwind" fn throws() {
-        naked_asm!(
-            ".cfi_startproc", "push rax", ".cfi_adjust_cfa_offset 8", "nop", "nop", "nop", "nop", "call {thrown}", ".cfi_endproc",
-            thrown = sym thrown,
-        )
-    }
-    const THROWS: usize = 10;
-
-    extern "C-unwind" fn thrown() {
-        std::panic::resume_unwind(Box::new(5));
-    }
-
-    #[unsafe(naked)]
-    unsafe extern "C-unwind" fn call_throws() {
-        naked_asm!(
-            ".cfi_startproc", "push rax", ".cfi_adjust_cfa_offset 8", "call {throws}", "pop rax", ".cfi_adjust_cfa_offset -8", "ret", ".cfi_endproc",
-            throws = sym throws,
-        )
-    }
 
     static SEEN: AtomicU64 = AtomicU64::new(0);
     static REAL: AtomicUsize = AtomicUsize::new(0);
 
     /// Changes the registers that calls may change, and returns a multiple of the real result.
     extern "C" fn replacement(of: usize) -> usize {
-        // SAFETY: changes what calls may change.
-        unsafe {
-            std::arch::asm!("vzeroall", out("xmm0") _, out("xmm1") _, out("xmm2") _, out("xmm3") _,
-                out("xmm4") _, out("xmm5") _, out("xmm6") _, out("xmm7") _, out("xmm8") _,
-                out("xmm9") _, out("xmm10") _, out("xmm11") _, out("xmm12") _, out("xmm13") _,
-                out("xmm14") _, out("xmm15") _, out("r8") _, out("r9") _, out("r10") _,
-                out("r11") _);
-        }
+        replaced::clobber();
         // SAFETY: `twice`, at its moved start.
         let real: extern "C" fn(usize) -> usize =
             unsafe { std::mem::transmute(REAL.load(Ordering::SeqCst)) };
@@ -440,10 +267,7 @@ mod tests {
 
     #[test]
     fn a_call_changes_no_register_and_exceptions_pass() {
-        let mut registers = Registers {
-            vectors: std::array::from_fn(|at| [at as u64 + 1, 2, 3, !(at as u64)]),
-            general: [21, 102, 103, 104, 105, 106, 107, 108],
-        };
+        let mut registers = Registers::with(21);
         let before = registers;
         assert_eq!(with_registers(&mut registers), 42);
 

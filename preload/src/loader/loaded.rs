@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use libc::{Elf64_Phdr, Elf64_Sym, PF_R, PF_W, PF_X, dl_phdr_info};
 
+use crate::arch::{GLOB_DAT, JUMP_SLOT};
 use crate::loader::symbols;
 use crate::loader::view::{MOST_STEPS, Memory};
 
@@ -115,8 +116,6 @@ const LATER_VERSION: u16 = 3;
 
 /// `struct Elf64_Rela`: offset, info, addend.
 type Relocation = [usize; 3];
-const R_X86_64_GLOB_DAT: u32 = 6;
-const R_X86_64_JUMP_SLOT: u32 = 7;
 
 /// Calls `visit` with each loaded object, in load order, until it returns false. No object
 /// is loaded or unloaded meanwhile.
@@ -638,7 +637,7 @@ impl Object {
     pub fn slots(&self, name: &CStr) -> impl Iterator<Item = Slot> {
         let (start, end) = self.read_only;
         self.relocations_for(name)
-            .filter(|(_, kind, _)| [R_X86_64_GLOB_DAT, R_X86_64_JUMP_SLOT].contains(kind))
+            .filter(|(_, kind, _)| [GLOB_DAT, JUMP_SLOT].contains(kind))
             .map(|(offset, ..)| self.base.wrapping_add(offset))
             .filter(|address| {
                 let memory = self.memory(*address, PF_W);

@@ -12,7 +12,7 @@ std::arch::global_asm!(
     ".hidden __cxa_thread_atexit_impl",
     ".type __cxa_thread_atexit_impl, @function",
     "__cxa_thread_atexit_impl:",
-    "jmp {register}",
+    concat!(crate::arch::branch!(), " {register}"),
     register = sym register,
 );
 

@@ -13,48 +13,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 macro_rules! forward {
     ($($name:ident)*) => {
         $(
-            std::arch::global_asm!(
-                concat!(".globl ", stringify!($name)),
-                concat!(".hidden ", stringify!($name)),
-                concat!(".type ", stringify!($name), ", @function"),
-                concat!(stringify!($name), ":"),
-                ".cfi_startproc",
-                "mov r11, [rip + 4f]",
-                "test r11, r11",
-                "jnz 2f",
-                // The registers of the arguments: there are four at most. The stack is on 16
-                // bytes then, as calls want it.
-                "push rdi",
-                "push rsi",
-                "push rdx",
-                "push rcx",
-                "sub rsp, 8",
-                ".cfi_adjust_cfa_offset 40",
-                "lea rdi, [rip + 3f]",
-                "lea rsi, [rip + 4f]",
-                "call {find}",
-                "mov r11, rax",
-                "add rsp, 8",
-                "pop rcx",
-                "pop rdx",
-                "pop rsi",
-                "pop rdi",
-                ".cfi_adjust_cfa_offset -40",
-                "2:",
-                "jmp r11",
-                ".cfi_endproc",
-                concat!(".size ", stringify!($name), ", . - ", stringify!($name)),
-                ".pushsection .rodata.unwind, \"a\", @progbits",
-                "3:",
-                concat!(".asciz \"", stringify!($name), "\""),
-                ".popsection",
-                ".pushsection .bss.unwind, \"aw\", @nobits",
-                ".balign 8",
-                "4:",
-                ".zero 8",
-                ".popsection",
-                find = sym find,
-            );
+            crate::arch::found!($name, find);
         )*
     };
 }

@@ -430,22 +430,7 @@ extern "C" fn destination(path: *const c_char) -> Destination {
 /// are a struct on the stack, whose size depends on the version of llama.cpp.
 #[unsafe(naked)]
 unsafe extern "C" fn model_load() {
-    std::arch::naked_asm!(
-        ".cfi_startproc",
-        // The path is the only argument in a register. The stack is on 16 bytes then.
-        "push rdi",
-        ".cfi_adjust_cfa_offset 8",
-        "call {destination}",
-        "pop rdi",
-        ".cfi_adjust_cfa_offset -8",
-        "test rax, rax",
-        "jnz 2f",
-        "jmp rdx",
-        "2:",
-        "ret",
-        ".cfi_endproc",
-        destination = sym destination,
-    )
+    crate::arch::kept_or_real!(destination)
 }
 
 /// Frees a model unless it is kept.

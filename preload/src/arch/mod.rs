@@ -1,0 +1,17 @@
+//! Code that depends on the processor.
+//!
+//! The module of each processor has the same names.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`x86_64`] | x86-64 |
+
+#[cfg(target_arch = "x86_64")]
+mod x86_64;
+#[cfg(target_arch = "x86_64")]
+pub use x86_64::*;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use x86_64::{branch, enter, found, kept_or_real, routed};
+
+#[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+compile_error!("the drop-in works on Linux x86-64 only");
