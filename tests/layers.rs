@@ -27,7 +27,7 @@ const CRATES: [&str; 9] = [
 const MOST_LINES: [(&str, usize); 9] = [
     ("core", 20_650),
     ("src", 11_700),
-    ("preload", 25_300),
+    ("preload", 26_050),
     ("cli", 24_050),
     ("xtask", 10_100),
     ("testkit", 4_650),

@@ -123,6 +123,13 @@ pub fn lacks() -> Option<&'static str> {
     (!std::arch::is_x86_feature_detected!("xsave")).then_some("needs a processor with XSAVE")
 }
 
+/// Lets processors see instructions that were written: on x86-64 they do.
+///
+/// # Safety
+///
+/// None here.
+pub unsafe fn code_written(_: usize, _: usize) {}
+
 /// Registers that calls may change besides the general ones, by the bits of `XCR0`: x87, SSE, AVX, AVX-512.
 pub const STATE: u32 = 0b1110_0111;
 /// What they take: 512 bytes, a header of 64, and up to the end of the last AVX-512 registers.

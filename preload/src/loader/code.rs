@@ -11,7 +11,7 @@ use std::os::fd::{AsRawFd, FromRawFd};
 
 use sidecar_core::descriptors::{self, Kept};
 
-use crate::arch::REACH_MIB;
+use crate::arch::{self, REACH_MIB};
 use crate::loader::loaded::{page_bytes, page_of};
 
 /// Reserves memory that jumps from an object at these addresses reach; whole pages.
@@ -81,7 +81,11 @@ pub unsafe fn map(address: usize, bytes: &[u8]) -> io::Result<()> {
     };
     match mapped {
         libc::MAP_FAILED => Err(io::Error::last_os_error()),
-        _ => Ok(()),
+        _ => {
+            // SAFETY: mapped just now.
+            unsafe { arch::code_written(address, bytes.len()) };
+            Ok(())
+        }
     }
 }
 
