@@ -23,11 +23,11 @@ use sidecar_core::error::{Error, Result};
 use sidecar_core::gguf::FileId;
 use sidecar_core::parallel::{self, Threads};
 use sidecar_core::reload::TrackedFile;
+use sidecar_core::stream::page_size;
 
 /// The most device allocations of [`Model::load_all`].
 const MAX_ALLOCATIONS: usize = 9;
-/// Bytes of a page, and of a huge page.
-const PAGE: usize = 4 << 10;
+/// Bytes of a huge page.
 const HUGE_PAGE: usize = 2 << 20;
 
 /// Progress of [`Model::load_all`].
@@ -523,11 +523,12 @@ fn block_of(address: usize, arenas: &[Range<usize>]) -> Range<usize> {
 /// from its end as from its start: a read into the page would use the start first. Only for speed:
 /// Linux before 5.14 refuses.
 fn populate(memory: &Range<usize>) {
+    let page = page_size() as usize;
     let first = match memory.len() {
-        HUGE_PAGE => memory.end - PAGE,
+        HUGE_PAGE => memory.end - page,
         _ => memory.start,
     };
-    let (first, end) = (first.next_multiple_of(PAGE), memory.end / PAGE * PAGE);
+    let (first, end) = (first.next_multiple_of(page), memory.end / page * page);
     if first < end {
         // SAFETY: changes no byte. The addresses are in memory of an arena, which lives as long as the block.
         unsafe { libc::madvise(first as *mut _, end - first, libc::MADV_POPULATE_WRITE) };
