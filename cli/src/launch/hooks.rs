@@ -8,8 +8,11 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use goblin::elf::Elf;
-use goblin::elf::header::EM_X86_64;
-use goblin::elf::reloc::{R_X86_64_64, R_X86_64_GLOB_DAT, R_X86_64_JUMP_SLOT};
+use goblin::elf::header::{EM_AARCH64, EM_X86_64};
+use goblin::elf::reloc::{
+    R_AARCH64_ABS64, R_AARCH64_GLOB_DAT, R_AARCH64_JUMP_SLOT, R_X86_64_64, R_X86_64_GLOB_DAT,
+    R_X86_64_JUMP_SLOT,
+};
 use goblin::elf::sym::{STB_LOCAL, Sym};
 use memmap2::Mmap;
 
@@ -34,6 +37,17 @@ const CALLED_BY_SCHEDULER: [&str; 5] = [
     "ggml_backend_tensor_set_async",
     "ggml_backend_graph_compute_async",
 ];
+
+/// This machine in ELF files, and the relocations of words that hold the address of a function.
+const MACHINE: (u16, [u32; 3]) = if cfg!(target_arch = "aarch64") {
+    let addresses = [R_AARCH64_JUMP_SLOT, R_AARCH64_GLOB_DAT, R_AARCH64_ABS64];
+    (EM_AARCH64, addresses)
+} else {
+    (
+        EM_X86_64,
+        [R_X86_64_JUMP_SLOT, R_X86_64_GLOB_DAT, R_X86_64_64],
+    )
+};
 
 /// A function of the library that has the scheduler.
 const SCHEDULER: &str = "ggml_backend_sched_graph_compute_async";
@@ -223,7 +237,8 @@ impl Library {
     /// machine.
     fn of(path: &Path, bytes: &[u8], hooks: &BTreeSet<String>) -> Option<Library> {
         let elf = Elf::parse(bytes).ok()?;
-        if elf.header.e_machine != EM_X86_64 {
+        let (machine, addresses) = MACHINE;
+        if elf.header.e_machine != machine {
             return None;
         }
         let hook =
@@ -232,7 +247,7 @@ impl Library {
         let dynamic = |symbol: &Sym| hook(elf.dynstrtab.get_at(symbol.st_name));
         let relocations = elf.pltrelocs.iter().chain(elf.dynrelas.iter());
         let calls = relocations
-            .filter(|to| [R_X86_64_JUMP_SLOT, R_X86_64_GLOB_DAT, R_X86_64_64].contains(&to.r_type))
+            .filter(|to| addresses.contains(&to.r_type))
             .filter_map(|to| dynamic(&elf.dynsyms.get(to.r_sym)?));
         let defines = elf.dynsyms.iter().filter(exported);
         let defines: BTreeSet<_> = defines.filter_map(|symbol| dynamic(&symbol)).collect();
