@@ -1,6 +1,6 @@
 """Builds the wheel and the source distribution (PEP 517), without other packages.
 
-    python3 build_backend.py TREE GLIBC OUT
+    python3 build_backend.py TREE GLIBC_MACHINE OUT
 
 packs an installed tree, as `cargo xtask install` makes it, and the sources. The same files give the same bytes.
 """
@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import io
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -37,7 +38,7 @@ FILES = {
     "include/llama_sidecar_hooks.h": "include/llama_sidecar_hooks.h",
 }
 # What is built on a machine is for this machine.
-LOCAL = "linux_x86_64"
+LOCAL = f"linux_{platform.machine()}"
 NOTICES = "share/doc/llama-sidecar"
 
 
@@ -90,7 +91,7 @@ def _info(tag: str) -> dict[str, str]:
     }
 
 
-def _pack_wheel(tree: Path, platform: str, out: Path) -> str:
+def _pack_wheel(tree: Path, system: str, out: Path) -> str:
     entries: dict[str, tuple[bytes, int]] = {}
     for path in sorted((ROOT / "python/llama_sidecar").iterdir()):
         if path.suffix == ".py" or path.name == "py.typed":
@@ -99,7 +100,7 @@ def _pack_wheel(tree: Path, platform: str, out: Path) -> str:
         mode = 0o755 if name.startswith(("bin/", "lib/")) else 0o644
         entries[f"llama_sidecar/{name}"] = ((tree / installed).read_bytes(), mode)
     info = f"{_name()}.dist-info"
-    tag = f"py3-none-{platform}"
+    tag = f"py3-none-{system}"
     for name, text in _info(tag).items():
         entries[f"{info}/{name}"] = (text.encode(), 0o644)
     for name in ["THIRD-PARTY.txt", "rust-standard-library.html"]:
@@ -180,8 +181,8 @@ def build_wheel(
 
 
 if __name__ == "__main__":
-    installed, glibc, target = sys.argv[1:]
-    if re.fullmatch(r"\d+\.\d+", glibc) is None:
-        raise SystemExit(f"a version of glibc is like 2.34, not {glibc}")
-    print(_pack_wheel(Path(installed), f"manylinux_{glibc.replace('.', '_')}_x86_64", Path(target)))
+    installed, system, target = sys.argv[1:]
+    if re.fullmatch(r"\d+\.\d+_\w+", system) is None:
+        raise SystemExit(f"a version of glibc with a machine is like 2.34_x86_64, not {system}")
+    print(_pack_wheel(Path(installed), f"manylinux_{system.replace('.', '_')}", Path(target)))
     print(build_sdist(target))

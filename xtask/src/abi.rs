@@ -7,6 +7,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::fixtures;
 use crate::install::{DebugInfo, install, preload, target_folder};
+use crate::machine::Machine;
 use crate::run::root;
 
 /// The one name that another library may export, too: a program compiled against
@@ -19,7 +20,7 @@ const NEWER: &str = "ggml_backend_sched_set_copy_callback";
 /// exported by upstream's libraries.
 pub fn check() -> Result<()> {
     let stage = target_folder()?.join("stage");
-    install(&stage, DebugInfo::Separate)?;
+    install(&stage, Machine::HERE, DebugInfo::Separate)?;
     let ours = exports(&stage.join("lib/libllama_sidecar.so"))?;
     let in_header = declared(&std::fs::read_to_string(
         root().join("include/llama_sidecar.h"),
@@ -74,7 +75,7 @@ pub fn check() -> Result<()> {
 /// Fails unless all exports of the drop-in are functions of upstream's libraries, and nothing
 /// of ggml's or llama.cpp's is undefined in it: a program without them could not start.
 fn check_preload(upstream: &BTreeSet<String>) -> Result<()> {
-    let library = preload()?;
+    let library = preload(Machine::HERE)?;
     let exported = exports(&library)?;
     let unknown: Vec<_> = exported
         .difference(upstream)

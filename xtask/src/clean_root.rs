@@ -13,6 +13,7 @@ use testkit::server::llama_cpp;
 
 use crate::dist::{self, Packages, files};
 use crate::install::copy;
+use crate::machine::Machine;
 use crate::run::{command, exists, output, run};
 use crate::{fixtures, llama_cpp, packaging};
 
@@ -158,8 +159,8 @@ pub fn check() -> Result<()> {
 
 /// Makes the packages twice, and fails unless their bytes are the same.
 fn same_bytes(folder: &Path) -> Result<Packages> {
-    let packages = dist::make(&folder.join("first"))?;
-    let again = dist::make(&folder.join("second"))?;
+    let packages = dist::make(&folder.join("first"), Machine::HERE)?;
+    let again = dist::make(&folder.join("second"), Machine::HERE)?;
     for (first, second) in packages.all().into_iter().zip(again.all()) {
         ensure!(
             fs::read(first)? == fs::read(second)?,

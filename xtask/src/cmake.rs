@@ -7,6 +7,7 @@ use testkit::server::llama_cpp;
 
 use crate::fixtures;
 use crate::install::{DebugInfo, copy, install, link, preload, target_folder};
+use crate::machine::Machine;
 use crate::run::{command, root, run};
 
 /// Installs into the target folder and builds the examples there as a project of
@@ -15,7 +16,7 @@ pub fn build(name: &str, flags: &[String]) -> Result<PathBuf> {
     let target = target_folder()?;
     let stage = target.join("stage");
     // For the reports of sanitizers and valgrind.
-    install(&stage, DebugInfo::Separate)?;
+    install(&stage, Machine::HERE, DebugInfo::Separate)?;
     let build = target.join(name);
     let found = define("CMAKE_PREFIX_PATH", &stage);
     configure("c_examples", &build, &[&[found], flags].concat())?;
@@ -166,7 +167,7 @@ fn build_hosts_with(name: &str, flags: &[String]) -> Result<PathBuf> {
         &[
             define("LLAMA_LIBRARIES", &fixtures_at.join("upstream")),
             define("MODEL", &fixtures_at.join("smollm2.gguf")),
-            define("PRELOAD", &preload()?),
+            define("PRELOAD", &preload(Machine::HERE)?),
         ],
         flags,
     )?;

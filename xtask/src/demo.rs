@@ -9,6 +9,7 @@ use testkit::memory_limit::MemoryLimit;
 use testkit::slow_disk::{SlowDisk, Speed};
 
 use crate::install::{DebugInfo, install, target_folder};
+use crate::machine::Machine;
 use crate::run::{command, root, run};
 use crate::suite::no_slow_disk;
 use crate::{cmake, fixtures};
@@ -18,7 +19,7 @@ use crate::{cmake, fixtures};
 pub fn run_all() -> Result<()> {
     let fixtures = fixtures::make()?;
     let stage = target_folder()?.join("stage");
-    install(&stage, DebugInfo::Separate)?;
+    install(&stage, Machine::HERE, DebugInfo::Separate)?;
     let examples = cmake::build("c_examples", &[])?;
     let model = fixtures.join("smollm2.gguf");
     let variant = fixtures.join("smollm2-mixed.gguf");

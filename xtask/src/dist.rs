@@ -10,19 +10,15 @@ use anyhow::{Context, Result, bail, ensure};
 use goblin::elf::Elf;
 
 use crate::install::{DebugInfo, copy, install, target_folder};
+use crate::machine::Machine;
 use crate::run::{command, output, root, run};
 use crate::third_party;
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// The oldest glibc that the packages run with; docs/install.md states it, too.
 const GLIBC: Glibc = Glibc(2, 34);
-/// Libraries that programs may need, all of glibc but the first.
-const LIBRARIES: [&str; 4] = [
-    "libgcc_s.so.1",
-    "libc.so.6",
-    "libm.so.6",
-    "ld-linux-x86-64.so.2",
-];
+/// Libraries that programs may need beside the loader, all of glibc but the first.
+const LIBRARIES: [&str; 3] = ["libgcc_s.so.1", "libc.so.6", "libm.so.6"];
 
 /// From this version on, std's functions that glibc may lack bind to it.
 const TOO_NEW: Glibc = Glibc(2, 39);
@@ -61,25 +57,25 @@ pub fn missing() -> Option<String> {
     })
 }
 
-/// Builds in release mode and makes the packages in a folder.
-pub fn make(out: &Path) -> Result<Packages> {
+/// Builds in release mode and makes the packages for a processor in a folder.
+pub fn make(out: &Path, machine: Machine) -> Result<Packages> {
     fs::create_dir_all(out)?;
     let folder = tempfile::tempdir()?;
-    let name = format!("llama-sidecar-{VERSION}-x86_64-linux-gnu");
+    let name = format!("llama-sidecar-{VERSION}-{}-linux-gnu", machine.name());
     let tree = folder.path().join(&name);
-    install(&tree, DebugInfo::Left)?;
-    let glibc = needed(&tree)?;
-    documents(&tree.join("share/doc/llama-sidecar"))?;
+    install(&tree, machine, DebugInfo::Left)?;
+    let glibc = needed(&tree, machine)?;
+    documents(&tree.join("share/doc/llama-sidecar"), machine)?;
     let epoch = epoch()?;
-    let (wheel, sources) = for_pip(&tree, glibc, epoch, out)?;
+    let (wheel, sources) = for_pip(&tree, glibc, machine, epoch, out)?;
     let packages = Packages {
         archive: out.join(format!("{name}.tar.gz")),
         wheel,
         sources,
-        deb: out.join(format!("llama-sidecar_{VERSION}_amd64.deb")),
+        deb: out.join(format!("llama-sidecar_{VERSION}_{}.deb", machine.debian())),
     };
     tar(folder.path(), &name, epoch, &packages.archive)?;
-    deb(folder.path(), &tree, glibc, epoch, &packages.deb)?;
+    deb(folder.path(), &tree, (glibc, machine), epoch, &packages.deb)?;
     Ok(packages)
 }
 
@@ -117,12 +113,18 @@ pub fn crates() -> Result<()> {
 }
 
 /// Makes the wheel from the installed tree, and the package of the sources.
-fn for_pip(tree: &Path, glibc: Glibc, epoch: u64, out: &Path) -> Result<(PathBuf, PathBuf)> {
+fn for_pip(
+    tree: &Path,
+    glibc: Glibc,
+    machine: Machine,
+    epoch: u64,
+    out: &Path,
+) -> Result<(PathBuf, PathBuf)> {
     let names = output(
         command("python3", &root())
             .arg("python/build_backend.py")
             .arg(tree)
-            .arg(glibc.to_string())
+            .arg(format!("{glibc}_{}", machine.name()))
             .arg(out)
             .env("SOURCE_DATE_EPOCH", epoch.to_string()),
     )?;
@@ -147,13 +149,16 @@ fn epoch() -> Result<u64> {
 }
 
 /// Adds the documents, the notices and the examples of units and of a container.
-fn documents(folder: &Path) -> Result<()> {
+fn documents(folder: &Path, machine: Machine) -> Result<()> {
     for name in ["README.md", "CHANGELOG.md", "LICENSE"] {
         copy(&root().join(name), &folder.join(name))?;
     }
     copy_all(&root().join("docs"), &folder.join("docs"))?;
     copy_all(&root().join("packaging/examples"), &folder.join("examples"))?;
-    fs::write(folder.join("THIRD-PARTY.txt"), third_party::notices()?)?;
+    fs::write(
+        folder.join("THIRD-PARTY.txt"),
+        third_party::notices(machine)?,
+    )?;
     copy(
         &third_party::standard_library()?,
         &folder.join("rust-standard-library.html"),
@@ -196,7 +201,13 @@ fn tar(folder: &Path, entry: &str, epoch: u64, to: &Path) -> Result<()> {
 }
 
 /// Makes a package for dpkg from the installed tree, which it changes.
-fn deb(folder: &Path, tree: &Path, glibc: Glibc, epoch: u64, to: &Path) -> Result<()> {
+fn deb(
+    folder: &Path,
+    tree: &Path,
+    (glibc, machine): (Glibc, Machine),
+    epoch: u64,
+    to: &Path,
+) -> Result<()> {
     let data = folder.join("data");
     let usr = data.join("usr");
     fs::create_dir_all(&data)?;
@@ -220,6 +231,7 @@ fn deb(folder: &Path, tree: &Path, glibc: Glibc, epoch: u64, to: &Path) -> Resul
     let template = fs::read_to_string(root().join("packaging/debian/control.in"))?;
     let text = template
         .replace("@VERSION@", VERSION)
+        .replace("@ARCHITECTURE@", machine.debian())
         .replace("@GLIBC@", &glibc.to_string())
         .replace("@KIB@", &kib.to_string());
     fs::write(control.join("control"), text)?;
@@ -271,7 +283,7 @@ fn copyright() -> Result<String> {
 
 /// The oldest glibc that the libraries and the command run with. An error if they need another
 /// library, or a newer glibc than is stated.
-fn needed(tree: &Path) -> Result<Glibc> {
+fn needed(tree: &Path, machine: Machine) -> Result<Glibc> {
     let mut newest = Glibc(2, 0);
     for name in [
         "bin/llama-sidecar",
@@ -282,7 +294,7 @@ fn needed(tree: &Path) -> Result<Glibc> {
         let elf = Elf::parse(&bytes).with_context(|| format!("cannot read {name}"))?;
         for library in &elf.libraries {
             ensure!(
-                LIBRARIES.contains(library),
+                LIBRARIES.contains(library) || *library == machine.loader(),
                 "{name} needs {library}, which the packages do not depend on: add it to {}",
                 "xtask/src/dist.rs and packaging/debian/control.in"
             );

@@ -10,6 +10,7 @@ use testkit::fixtures::{cache, fixture};
 use crate::clean_root::{self, COMPLETE, Root};
 use crate::dist;
 use crate::install::copy;
+use crate::machine::Machine;
 use crate::run::{command, exists, output, run};
 
 const BUILDER: &str = "buildah";
@@ -24,7 +25,7 @@ pub fn missing() -> Option<String> {
 pub fn check() -> Result<()> {
     let store = Store(tempfile::tempdir_in(cache())?);
     let context = tempfile::tempdir()?;
-    let packages = dist::make(context.path())?;
+    let packages = dist::make(context.path(), Machine::HERE)?;
     let root = Root::with_llama_cpp()?;
     // A user is looked for in a file that the small system lacks.
     fs::write(root.path("etc/passwd"), "root:x:0:0::/:/bin/sh\n")?;

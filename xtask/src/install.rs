@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
+use crate::machine::Machine;
 use crate::run::{command, output, root, run};
 
 /// Whether debug information is installed, in files of its own.
@@ -22,7 +23,7 @@ pub enum DebugInfo {
 pub fn install_to(prefix: &Path, destdir: Option<&Path>, debug_info: DebugInfo) -> Result<()> {
     println!("building in release mode, which takes some minutes");
     let Some(destdir) = destdir else {
-        install(prefix, debug_info)?;
+        install(prefix, Machine::HERE, debug_info)?;
         let bin = prefix.join("bin");
         println!("installed below {}", prefix.display());
         let path = std::env::var_os("PATH").unwrap_or_default();
@@ -34,16 +35,22 @@ pub fn install_to(prefix: &Path, destdir: Option<&Path>, debug_info: DebugInfo) 
     };
     install(
         &destdir.join(prefix.strip_prefix("/").unwrap_or(prefix)),
+        Machine::HERE,
         debug_info,
     )
 }
 
 /// Builds in release mode and installs below `prefix`. No installed file contains the prefix.
-pub fn install(prefix: &Path, debug_info: DebugInfo) -> Result<()> {
-    run(command("cargo", &root())
-        .args(["build", "--quiet", "--release"])
-        .args(["-p", "llama-sidecar", "-p", "llama-sidecar-cli"]))?;
-    let built = target_folder()?.join("release");
+pub fn install(prefix: &Path, machine: Machine, debug_info: DebugInfo) -> Result<()> {
+    machine.prepare()?;
+    run(machine.cargo("build").args([
+        "--release",
+        "-p",
+        "llama-sidecar",
+        "-p",
+        "llama-sidecar-cli",
+    ]))?;
+    let built = machine.folder(&target_folder()?).join("release");
     let version = env!("CARGO_PKG_VERSION");
     let (major, _) = version.split_once('.').context("a version has dots")?;
     let file = format!("libllama_sidecar.so.{version}");
@@ -53,29 +60,34 @@ pub fn install(prefix: &Path, debug_info: DebugInfo) -> Result<()> {
     strip(
         &built.join("libllama_sidecar.so"),
         &lib.join(&file),
+        machine,
         debug_info,
     )?;
     link(&file, &lib.join(&soname))?;
     link(&soname, &lib.join("libllama_sidecar.so"))?;
     strip(
-        &preload()?,
+        &preload(machine)?,
         &lib.join("libllama_sidecar_preload.so"),
+        machine,
         debug_info,
     )?;
     strip(
         &built.join("llama-sidecar"),
         &prefix.join("bin/llama-sidecar"),
+        machine,
         debug_info,
     )?;
     strip_archive(
         &built.join("libllama_sidecar.a"),
         &lib.join("libllama_sidecar.a"),
+        machine,
     )?;
     for header in ["include/llama_sidecar.h", "include/llama_sidecar_hooks.h"] {
         copy(&root().join(header), &prefix.join(header))?;
     }
 
-    run(command(prefix.join("bin/llama-sidecar"), &root())
+    run(machine
+        .start(&prefix.join("bin/llama-sidecar"))
         .arg("generate")
         .arg(prefix))?;
 
@@ -102,15 +114,12 @@ pub fn install(prefix: &Path, debug_info: DebugInfo) -> Result<()> {
 }
 
 /// Builds the drop-in in its own profile, as it is installed.
-pub fn preload() -> Result<PathBuf> {
-    run(command("cargo", &root()).args([
-        "build",
-        "--quiet",
-        "-p",
-        "llama-sidecar-preload",
-        "--profile=dropin",
-    ]))?;
-    Ok(target_folder()?.join("dropin/libllama_sidecar_preload.so"))
+pub fn preload(machine: Machine) -> Result<PathBuf> {
+    run(machine
+        .cargo("build")
+        .args(["-p", "llama-sidecar-preload", "--profile=dropin"]))?;
+    let folder = machine.folder(&target_folder()?);
+    Ok(folder.join("dropin/libllama_sidecar_preload.so"))
 }
 
 /// Where cargo builds to.
@@ -125,7 +134,7 @@ pub fn target_folder() -> Result<PathBuf> {
 }
 
 /// Installs a library or program without its debug information.
-fn strip(from: &Path, to: &Path, debug_info: DebugInfo) -> Result<()> {
+fn strip(from: &Path, to: &Path, machine: Machine, debug_info: DebugInfo) -> Result<()> {
     let name = to.file_name().context("a file")?.to_string_lossy();
     let folder = to.parent().expect("a folder");
     let debug = folder.join(format!("{name}.debug"));
@@ -133,18 +142,18 @@ fn strip(from: &Path, to: &Path, debug_info: DebugInfo) -> Result<()> {
     let _ = std::fs::remove_file(&debug);
     // A library that is in use must not be written over.
     let beside = to.with_extension("new");
-    run(command("strip", folder)
+    run(command(machine.tool("strip"), folder)
         .args(["--strip-unneeded", "-o"])
         .arg(&beside)
         .arg(from))
     .context("install binutils, which gcc needs, too")?;
     if debug_info == DebugInfo::Separate {
-        run(command("objcopy", folder)
+        run(command(machine.tool("objcopy"), folder)
             .arg("--only-keep-debug")
             .arg(from)
             .arg(&debug))?;
         // The link holds the name without the folder.
-        run(command("objcopy", folder)
+        run(command(machine.tool("objcopy"), folder)
             .arg(format!("--add-gnu-debuglink={name}.debug"))
             .arg(&beside))?;
     }
@@ -152,9 +161,9 @@ fn strip(from: &Path, to: &Path, debug_info: DebugInfo) -> Result<()> {
 }
 
 /// Installs a static library without its debug information.
-fn strip_archive(from: &Path, to: &Path) -> Result<()> {
+fn strip_archive(from: &Path, to: &Path, machine: Machine) -> Result<()> {
     let beside = to.with_extension("new");
-    run(command("strip", &root())
+    run(command(machine.tool("strip"), &root())
         .args(["--strip-debug", "-o"])
         .arg(&beside)
         .arg(from))?;

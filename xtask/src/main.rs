@@ -25,6 +25,7 @@
 //! | `install` | the library and the command in the places where users find them |
 //! | `prose`, `variables` | the prose linter; tables of variables and metrics in the documentation |
 //! | `third_party`, `toolchain` | notices of linked code; toolchains that checks install |
+//! | `machine` | the processors that packages are for |
 //! | `run` | running other programs, in folders of the repository |
 
 mod abi;
@@ -41,6 +42,7 @@ mod ik_llama_cpp;
 mod image;
 mod install;
 mod llama_cpp;
+mod machine;
 mod matrix;
 mod msrv;
 mod packaging;
@@ -62,6 +64,7 @@ use std::path::PathBuf;
 use anyhow::Result;
 use clap::{Args, Parser};
 use install::DebugInfo;
+use machine::Machine;
 
 /// The project's own commands
 #[derive(Parser)]
@@ -125,6 +128,9 @@ enum Command {
         /// Where the packages are written; without, in the folder dist of the target folder
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
+        /// The processor that the packages are for; without, that of this machine
+        #[arg(long, value_name = "NAME")]
+        machine: Option<Machine>,
     },
     /// Run one check
     Check(Check),
@@ -246,12 +252,12 @@ fn main() -> Result<()> {
                 debug_info,
             )
         }
-        Command::Dist { out } => {
+        Command::Dist { out, machine } => {
             let out = match out {
                 Some(out) => std::path::absolute(out)?,
                 None => install::target_folder()?.join("dist"),
             };
-            let packages = dist::make(&out)?;
+            let packages = dist::make(&out, machine.unwrap_or(Machine::HERE))?;
             for package in packages.all() {
                 println!("{}", package.display());
             }

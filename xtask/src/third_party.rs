@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
+use crate::machine::Machine;
 use crate::run::{command, output, root};
 
 /// The packages of this repository that are installed.
@@ -14,7 +15,6 @@ pub const INSTALLED: [&str; 3] = [
     "llama-sidecar-cli",
     "llama-sidecar-preload",
 ];
-const TARGET: &str = "x86_64-unknown-linux-gnu";
 /// How the name of a file with a licence or a notice begins.
 const NOTICES: [&str; 6] = [
     "LICENSE",
@@ -29,10 +29,10 @@ const LICENCES: &[&str] = NOTICES.split_at(4).0;
 
 /// Notices as one text: the packages with their licences, then each text once, with the packages
 /// that it belongs to. An error if a package has no licence, or none in its sources.
-pub fn notices() -> Result<String> {
+pub fn notices(machine: Machine) -> Result<String> {
     let mut list = String::new();
     let mut texts: BTreeMap<String, Vec<String>> = BTreeMap::new();
-    for package in packages()? {
+    for package in packages(machine)? {
         let Package { name, licence, .. } = &package;
         list += &format!("{name}: {licence}\n");
         for (file, text) in package.texts()? {
@@ -127,10 +127,11 @@ fn begins(file: &str, with: &[&str]) -> bool {
 }
 
 /// The packages of others that are linked in, sorted.
-fn packages() -> Result<BTreeSet<Package>> {
+fn packages(machine: Machine) -> Result<BTreeSet<Package>> {
+    let target = machine.triple();
     let tree = output(
         command("cargo", &root())
-            .args(["tree", "--quiet", "--locked", "--target", TARGET])
+            .args(["tree", "--quiet", "--locked", "--target", &target])
             .args(["--edges", "no-dev,no-build,no-proc-macro"])
             .args(["--prefix", "none", "--no-dedupe", "--format", "{p}"])
             .args(INSTALLED.map(|name| format!("--package={name}"))),
@@ -141,7 +142,7 @@ fn packages() -> Result<BTreeSet<Package>> {
         "--format-version=1",
         "--locked",
         "--filter-platform",
-        TARGET,
+        &target,
     ]))?;
     let metadata: Value = serde_json::from_str(&metadata)?;
     let all = metadata["packages"].as_array().context("a list")?;
@@ -174,8 +175,8 @@ mod tests {
 
     #[test]
     fn notices_name_every_package_and_have_its_texts() {
-        let notices = notices().expect("every package has a licence");
-        for package in packages().expect("cargo knows them") {
+        let notices = notices(Machine::HERE).expect("every package has a licence");
+        for package in packages(Machine::HERE).expect("cargo knows them") {
             let line = format!("{}: {}\n", package.name, package.licence);
             assert!(notices.contains(&line), "{line}");
             for text in package.texts().expect("it has some").values() {

@@ -7,6 +7,7 @@ use anyhow::{Result, ensure};
 use testkit::fixtures::{cache, fixture};
 use testkit::server::llama_cpp;
 
+use crate::machine::Machine;
 use crate::run::{command, output, root, run};
 use crate::{dist, fixtures, llama_cpp as built};
 
@@ -34,7 +35,7 @@ pub fn missing() -> Option<String> {
 pub fn check() -> Result<()> {
     fixtures::python_tools()?;
     let folder = tempfile::tempdir()?;
-    let packages = dist::make(folder.path())?;
+    let packages = dist::make(folder.path(), Machine::HERE)?;
     let tool = |name: &str| {
         let mut tool = command(cache().join("python-tools/bin").join(name), folder.path());
         tool.env("PYTHONPATH", folder.path().join("installed"));
