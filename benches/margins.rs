@@ -1,4 +1,4 @@
-//! Measures what it gains and costs to prefer experts in memory (`llama-sidecar margins`), on emulated disks.
+//! Measures what it gains and costs to prefer experts in memory (`llama-sidecar ctl margins`), on emulated disks.
 //!
 //! Run it with `cargo xtask bench margins`; `cargo bench --bench margins -- --quick` has one disk and each margin once,
 //! and `--margins=0,0.05` are the margins.
@@ -36,7 +36,7 @@ fn measure(
     disk.read_ahead_kb(128).expect("a disk has read-ahead");
     let mut command = Command::new(built("release/llama-sidecar"));
     command
-        .arg("margins")
+        .args(["ctl", "margins"])
         .arg(disk.path())
         .args(["--text", TEXT, "--ctx", CONTEXT, "--chunks", CHUNKS])
         .args(["--threads", THREADS, "--margins"])

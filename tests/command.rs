@@ -248,7 +248,7 @@ fn what_has_no_end_is_refused() {
         (&["compare", "--minutes", &most, "--", "true"], "1000000000"),
         (&["compare", "--seconds", &most, "--", "true"], "1000000000"),
         (
-            &["ping", "--timeout", "1e-9", "--socket", &socket],
+            &["ctl", "ping", "--timeout", "1e-9", "--socket", &socket],
             "does not answer in time",
         ),
     ] {
@@ -264,7 +264,9 @@ fn a_model_is_loaded_to_a_device() {
     let driver = built("sim-cuda/libcuda.so.1");
     let load = |device: &str| {
         let mut command = Command::new(built("release/llama-sidecar"));
-        command.args(["load", "--device", device]).arg(&model);
+        command
+            .args(["inspect", "--load", "--device", device])
+            .arg(&model);
         command.env("LD_LIBRARY_PATH", driver.parent().expect("a folder"));
         let output = command.output().expect("it starts");
         let text = [output.stdout, output.stderr].concat();
@@ -302,7 +304,10 @@ fn messages_that_cannot_be_written_end_no_program() {
     let model = fixture("small.gguf");
     let load = |output: Stdio| {
         let mut command = Command::new(built("release/llama-sidecar"));
-        command.arg("load").arg(&model).stdout(output);
+        command
+            .args(["inspect", "--load"])
+            .arg(&model)
+            .stdout(output);
         let output = command.output().expect("it starts");
         let errors = String::from_utf8_lossy(&output.stderr).into_owned();
         (output.status.code(), errors)
@@ -493,15 +498,23 @@ fn what_is_no_socket_is_explained() {
         ),
         (&["status", "--socket", "/dev/null"], "it is no socket"),
         (
-            &["metrics", "--socket", "/nowhere/*"],
-            "'metrics --listen' alone",
+            &["ctl", "metrics", "--socket", "/nowhere/*"],
+            "'ctl metrics --listen' alone",
         ),
         (
-            &["reload", "--socket", "/nowhere", "--server", "127.0.0.1:1"],
+            &[
+                "ctl",
+                "reload",
+                "--socket",
+                "/nowhere",
+                "--server",
+                "127.0.0.1:1",
+            ],
             "http://127.0.0.1:1",
         ),
         (
             &[
+                "ctl",
                 "reload",
                 "--socket",
                 "/nowhere",
@@ -1004,7 +1017,7 @@ fn top_and_metrics_of_hostile_programs() {
         assert!(lines.contains(text), "{text}: {lines}");
     }
     let mut metrics = Command::new(&cli)
-        .args(["metrics", "--listen", "127.0.0.1:0", "--socket"])
+        .args(["ctl", "metrics", "--listen", "127.0.0.1:0", "--socket"])
         .arg(folder.path().join("*"))
         .stderr(Stdio::piped())
         .spawn()
@@ -1295,7 +1308,7 @@ fn a_program_without_a_path_for_its_socket_is_found() {
     let (text, status) = command(&["status"]);
     let process = format!("process {}", first.id());
     assert!(status.success() && text.contains(&process), "{text}");
-    assert!(command(&["metrics"]).1.success());
+    assert!(command(&["ctl", "metrics"]).1.success());
     let model = fixture("small-mixed.gguf").display().to_string();
     let tensor = "blk.0.ffn_down.weight";
     let (text, _) = command(&["swap", "--live", "--tensor", tensor, "--from", &model]);
@@ -1330,13 +1343,17 @@ fn a_program_without_a_path_for_its_socket_is_found() {
 fn a_missing_socket_is_reported_with_the_flags_that_make_one() {
     for (request, flag) in [
         (
-            "metrics",
+            &["ctl", "metrics"][..],
             "where FLAG is --hotswap, --stream-experts, --post-fetch, --expert-trace-stats or",
         ),
-        ("reload", "run --hotswap --socket /no/such/socket --"),
-        ("trace", "run --expert-trace-stats --socket"),
+        (
+            &["ctl", "reload"],
+            "run --hotswap --socket /no/such/socket --",
+        ),
+        (&["trace"], "run --expert-trace-stats --socket"),
     ] {
-        let (text, status) = command_line(&[request, "--socket", "/no/such/socket"], "");
+        let (text, status) =
+            command_line(&[request, &["--socket", "/no/such/socket"]].concat(), "");
         assert_eq!(status.code(), Some(1));
         assert!(text.contains(flag), "{text}");
     }
@@ -1771,11 +1788,12 @@ fn a_ggml_of_another_version_is_used_unless_strict() {
 fn a_reader_that_closes_its_end_is_no_failure() {
     let mut host = Host::start(Program::C, &fixture("smollm2.gguf"), &on());
     host.text(TOKENS);
-    for request in ["status", "reload", "metrics"] {
+    for request in [&["status"][..], &["ctl", "reload"], &["ctl", "metrics"]] {
         let (reader, writer) = std::io::pipe().expect("a pipe");
         drop(reader);
         let output = Command::new(testkit::host::built("release/llama-sidecar"))
-            .args([request, "--socket"])
+            .args(request)
+            .arg("--socket")
             .arg(host.socket())
             .stdout(writer)
             .output()

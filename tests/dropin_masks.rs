@@ -94,7 +94,9 @@ fn mask(server: &Server, experts: &Experts) {
     let socket = server.socket().to_str().expect("a name");
     let output = with_experts(
         experts,
-        &["mask", "--socket", socket, "--clear", "--file", "FILE"],
+        &[
+            "ctl", "mask", "--socket", socket, "--clear", "--file", "FILE",
+        ],
     );
     assert!(output.status.success(), "{output:?}");
 }
@@ -391,7 +393,10 @@ fn shards_of_a_model_are_pruned_to_shards() {
 fn masks_that_cannot_be_are_refused() {
     let refused = |server: &Server, experts: &Experts, reason: &str| {
         let socket = server.socket().to_str().expect("a name");
-        let output = with_experts(experts, &["mask", "--socket", socket, "--file", "FILE"]);
+        let output = with_experts(
+            experts,
+            &["ctl", "mask", "--socket", socket, "--file", "FILE"],
+        );
         let error = String::from_utf8_lossy(&output.stderr);
         assert!(
             !output.status.success() && error.contains(reason),

@@ -76,7 +76,7 @@ fn command(arguments: &[&str]) -> Output {
 
 fn prefer(server: &Server, margin: &str) -> Output {
     let socket = server.socket().to_str().expect("a name");
-    command(&["prefer", "--socket", socket, "--margin", margin])
+    command(&["ctl", "prefer", "--socket", socket, "--margin", margin])
 }
 
 /// A margin of 0 changes no bit; a margin of 1 takes what is in memory, and reads less.
@@ -265,6 +265,7 @@ fn what_margins_cannot_measure_is_named() {
         let (model, program) = (fixture(model), llama_cpp("llama-perplexity"));
         let [model, program] = [&model, &program].map(|path| path.to_str().expect("a name"));
         let arguments = [
+            "ctl",
             "margins",
             model,
             "--text",
@@ -294,6 +295,7 @@ fn margins_are_measured() {
     let page = folder.path().join("margins.html");
     let page = page.to_str().expect("a name");
     let arguments = [
+        "ctl",
         "margins",
         &model,
         "--text",

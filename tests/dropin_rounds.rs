@@ -520,7 +520,7 @@ fn the_command_waits_for_rounds() {
     let mut rounds = Rounds::start(&[], &[]);
     let round = |arguments: &[&str]| {
         let output = Command::new(built("release/llama-sidecar"))
-            .arg("round")
+            .args(["ctl", "round"])
             .arg("--socket")
             .arg(rounds.socket())
             .args(arguments)

@@ -110,7 +110,7 @@ fn routes_and_gate_weights_are_those_that_the_host_saw() {
     });
     host.ask("text 3");
     let marked = Command::new(built("release/llama-sidecar"))
-        .args(["mark", "two \"sequences\"", "--socket"])
+        .args(["ctl", "mark", "two \"sequences\"", "--socket"])
         .arg(host.socket())
         .status();
     assert!(marked.expect("it starts").success());

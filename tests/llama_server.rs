@@ -1,5 +1,5 @@
 //! The drop-in in llama-server, which keeps its own record of what is cached: after a swap
-//! and `llama-sidecar reload --server`, its log-probabilities are those of a server that is
+//! and `llama-sidecar ctl reload --server`, its log-probabilities are those of a server that is
 //! started with the new file.
 
 mod hosts;

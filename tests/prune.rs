@@ -37,10 +37,10 @@ impl Found {
 }
 
 /// A command that evaluates with one thread.
-fn measuring(name: &str, model: &Path, arguments: &[&str]) -> Command {
+fn measuring(name: &[&str], model: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(built("release/llama-sidecar"));
     command
-        .arg(name)
+        .args(name)
         .arg(model)
         .args(["--ctx", "128", "--threads", "1"])
         .arg("--program")
@@ -57,7 +57,7 @@ fn prune(model: &Path, arguments: &[&str], folder: &Path) -> Command {
     let [list, page] = ["list.json", "report.html"].map(|name| folder.join(name));
     let [list, page] = [&list, &page].map(|path| path.to_str().expect("a name"));
     let files = ["--save", list, "--report", page];
-    let mut command = measuring("prune", model, &[&files, arguments].concat());
+    let mut command = measuring(&["prune"], model, &[&files, arguments].concat());
     command.env("TMPDIR", folder);
     command
 }
@@ -473,7 +473,7 @@ fn a_list_that_cannot_be_written_loses_no_measurement() {
     let more = [
         "--chunks", "4", "--rounds", "1", "--save", list, "--report", page,
     ];
-    let mut command = measuring("prune", &model, &[&SEARCH[..], &more].concat());
+    let mut command = measuring(&["prune"], &model, &[&SEARCH[..], &more].concat());
     let output = at_line(&mut command, "measuring how much", |_| {
         std::fs::remove_dir(&lost).expect("a folder");
     });
@@ -499,7 +499,7 @@ fn a_list_is_measured() {
         let list = given.to_str().expect("a name");
         let first = ["--experts", list, "--chunks", "4"];
         measuring(
-            "prune",
+            &["prune"],
             &fixture("small-moe.gguf"),
             &[&first, more].concat(),
         )
@@ -596,7 +596,7 @@ fn an_interruption_loses_no_margin_and_leaves_nothing() {
         "--margins",
         &margins,
     ];
-    let mut command = measuring("margins", &fixture("small-moe.gguf"), &arguments);
+    let mut command = measuring(&["ctl", "margins"], &fixture("small-moe.gguf"), &arguments);
     command.env("TMPDIR", folder.path());
     let output = interrupted(&mut command, "margin 0: divergence");
     assert_eq!(output.status.signal(), Some(15), "{output:?}");

@@ -27,6 +27,7 @@
 //! | [`temporary`] | folders that are removed, also after a signal |
 //! | [`interruption`] | keys and signals that end a command that measures |
 //! | [`sizes`], [`space`] | sizes, shares and tables as text; free space |
+//! | [`help`] | the help of the commands, and names that commands had |
 //! | [`print`] | standard output and standard error |
 
 #![warn(clippy::print_stdout, clippy::print_stderr)]
@@ -42,6 +43,7 @@ mod deadline;
 mod evaluation;
 mod exporter;
 mod generate;
+mod help;
 mod http;
 mod inspect;
 mod interruption;
@@ -60,12 +62,14 @@ mod temporary;
 mod top;
 mod trial;
 mod tune;
+#[cfg(test)]
+mod vocabulary;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::process::{ExitCode, exit};
+use std::process::ExitCode;
 
-use clap::error::ErrorKind;
+use anyhow::Result;
 use clap::{CommandFactory, Parser, Subcommand};
 use control::{Control, Limit};
 use launch::{child, doctor, proof, run};
@@ -73,7 +77,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sidecar_core::config::margin;
 use sidecar_core::protocol::Request;
 
-/// Inspects and changes GGUF models, and controls programs that run with llama-sidecar.
+/// Inspects and changes GGUF models, and speeds up llama.cpp without a rebuild.
 #[derive(Parser)]
 #[command(name = "llama-sidecar", version)]
 struct Arguments {
@@ -83,39 +87,29 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Show metadata, tensors, shards and experts of a model.
-    ///
-    /// The exit status is 0 if llama.cpp accepts the file, else 1, with the reason.
-    Inspect {
-        /// A GGUF file, or any shard of a model.
-        file: PathBuf,
-        /// Print JSON.
-        #[arg(long)]
-        json: bool,
-    },
-    /// Run a llama.cpp program with the drop-in, and print a summary at its end.
-    ///
-    /// The program gets the signals that this command gets. The exit status is that of the
-    /// program.
-    Run(run::RunOptions),
     /// Show what the drop-in can do in a program.
     ///
     /// Runs the program until the first evaluation of its model. The exit status is 0 if
     /// hot-swap works in the program, else 1, with the reason. With --stream-experts, the
     /// experts of its models must also be streamed.
     Doctor(doctor::DoctorOptions),
-    /// Measure whether a program is faster with the drop-in, and whether its results are equal.
+    /// Run a program with the drop-in, and print a summary at its end.
+    ///
+    /// The program gets the signals that this command gets. The exit status is that of the
+    /// program. 'llama-sidecar run -h' shows the options that are used most.
+    Run(run::RunOptions),
+    /// Measure whether the drop-in makes a program faster.
     ///
     /// Runs the program as it was typed and with each capability that applies, in turn, until the
     /// difference is known. Compares a hash of all logits of each evaluation. Writes compare.json
     /// and compare.html. No process is left at the end or after an interruption.
     Compare(compare::CompareOptions),
-    /// Predict which options make a model fastest on this machine, and print the command to type.
+    /// Find the fastest options for a model on this machine, and print them.
     ///
     /// Measures products of the model's matrices with the program's own ggml, the disk and the memory, and
     /// runs the program once as it was typed. No model is loaded for the measurement itself.
     Plan(plan::PlanOptions),
-    /// Replace tensors in a model's files, or restore the originals.
+    /// Replace tensors in a model's files or in a running program.
     ///
     /// Writes the new file next to the old one, checks the new file and renames it over the
     /// old one. An interruption leaves the old file, and a program that has the old file open
@@ -129,23 +123,6 @@ enum Command {
     /// model, until --live --restore.
     #[command(override_usage = swap::USAGE)]
     Swap(swap::SwapOptions),
-    /// Measure which tensors tolerate fewer bits, and choose types for a size.
-    ///
-    /// Starts llama-perplexity once, with the drop-in. For each group of tensors and each type, the
-    /// tensors are quantised, swapped in the running program and evaluated; the model's file
-    /// stays as it is. An interrupted command continues where it was. With --size or --bpw, a
-    /// recipe is chosen, measured and compared with uniform types.
-    Tune(Box<tune::TuneOptions>),
-    /// Find experts that a model can do without, and write the model without them.
-    ///
-    /// With --leave-out, llama-perplexity measures what each cut costs, by masks in the running program, before a model is
-    /// written. Key or signal: what was measured is printed and saved. With --experts, a list of an earlier search is used.
-    Prune(prune::PruneOptions),
-    /// Measure what it costs and gains to prefer experts in memory ('run --stream-prefer').
-    ///
-    /// Starts llama-perplexity once, with experts from disk. For each margin, the text is evaluated one token at a time:
-    /// the divergence from the model as it is, the bytes that are read, and the speed.
-    Margins(margins::MarginsOptions),
     /// Show the models of a running program and their swapped tensors.
     Status {
         #[command(flatten)]
@@ -154,18 +131,73 @@ enum Command {
         #[arg(long)]
         hash: bool,
     },
-    /// Restore the original tensors of a running program, and freeze reloads until 'unfreeze'.
-    Revert(Control),
-    /// Permit reloads after 'revert'.
+    /// Show what running programs hold and fetch now.
     ///
-    /// Files that differ from what the program loaded count as changed.
-    Unfreeze(Control),
-    /// Show what running programs hold and fetch: models, swaps, experts by layer, disk and link.
-    ///
-    /// Prints lines where the output is no terminal.
+    /// Models, swaps, experts by layer, disk and link. Prints lines where the output is no terminal.
     Top(top::TopOptions),
-    /// Print metrics of a running program in the text format of Prometheus.
-    Metrics(MetricsOptions),
+    /// Show which experts a running program has used.
+    Trace {
+        #[command(flatten)]
+        at: Control,
+        /// Set the counts to 0.
+        #[arg(long)]
+        reset: bool,
+    },
+    /// Show expert traces as text, as a page with -o, or as an image with --svg.
+    ///
+    /// Also what a cache of experts would hit (--memory), which experts to keep in fast memory
+    /// (--pin), and the counts in formats of other programs (--format).
+    Report(report::ReportOptions),
+    /// Measure which tensors tolerate fewer bits, and choose types for a size.
+    ///
+    /// Starts llama-perplexity once, with the drop-in. For each group of tensors and each type, the
+    /// tensors are quantised, swapped in the running program and evaluated; the model's file
+    /// stays as it is. An interrupted command continues where it was. With --size or --bpw, a
+    /// recipe is chosen, measured and compared with uniform types.
+    Tune(Box<tune::TuneOptions>),
+    /// Find experts that a model can do without, and write it without them.
+    ///
+    /// With --leave-out, llama-perplexity measures what each cut costs, by masks in the running program, before a model is
+    /// written. Key or signal: what was measured is printed and saved. With --experts, a list of an earlier search is used.
+    Prune(prune::PruneOptions),
+    /// Show metadata, tensors, shards and experts of a model.
+    ///
+    /// The exit status is 0 if llama.cpp accepts the file, else 1, with the reason.
+    Inspect {
+        /// A GGUF file, or any shard of a model.
+        file: PathBuf,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+        /// Load all tensors into memory, and print the time.
+        #[arg(long, conflicts_with = "json")]
+        load: bool,
+        /// Load into the memory of this CUDA device, by its number after CUDA_VISIBLE_DEVICES.
+        #[arg(long, value_name = "N", requires = "load")]
+        device: Option<usize>,
+    },
+    /// Send single requests to a running program.
+    Ctl {
+        #[command(subcommand)]
+        request: Ctl,
+    },
+    /// Write man pages and shell completions below a prefix.
+    #[command(hide = true)]
+    Generate {
+        /// For example /usr/local.
+        prefix: PathBuf,
+    },
+    /// Print the signals that this process gets. 'run' starts it to know those of its group.
+    #[command(hide = true, name = child::WITNESS)]
+    Witness,
+    /// End at once. 'run' starts it with the drop-in, to try the library.
+    #[command(hide = true, name = proof::TRIAL)]
+    Trial,
+}
+
+/// Single requests, and what measures for them.
+#[derive(Subcommand)]
+enum Ctl {
     /// Reload changed files in a running program and wait for the result.
     ///
     /// The exit status is 1 if a changed file is not in use afterwards, or if the slots of
@@ -176,27 +208,25 @@ enum Command {
         #[command(flatten)]
         server: control::server::ServerOptions,
     },
-    /// Check that a program listens at the socket.
-    Ping(Control),
-    /// Show which experts a running program has used.
-    Trace {
-        #[command(flatten)]
-        at: Control,
-        /// Set the counts to 0.
-        #[arg(long)]
-        reset: bool,
-    },
-    /// Mask experts of a running program: they are never chosen, and the others have the weights that they would have
-    /// without them.
+    /// Restore the original tensors, and freeze reloads.
     ///
-    /// The program runs with --expert-masks. 'revert' removes all masks.
+    /// Changed files and swaps are not used until 'ctl unfreeze'.
+    Freeze(Control),
+    /// Permit reloads after 'ctl freeze'.
+    ///
+    /// Files that differ from what the program loaded count as changed.
+    Unfreeze(Control),
+    /// Mask experts of a running program: they are never chosen.
+    ///
+    /// The other experts have the weights that they would have without the masked ones. The program runs with
+    /// --expert-masks. 'undo' removes all masks.
     Mask {
         #[command(flatten)]
         at: Control,
         #[command(flatten)]
         options: control::mask::MaskOptions,
     },
-    /// Set the margin within which a running program prefers experts in memory.
+    /// Set the margin within which experts in memory are preferred.
     ///
     /// The program runs with --stream-prefer and --accept-changed-results.
     Prefer {
@@ -206,7 +236,12 @@ enum Command {
         #[arg(long, value_name = "MARGIN", value_parser = margin)]
         margin: f32,
     },
-    /// Note a text at the current position of the routes of a running program.
+    /// Measure what it costs and gains to prefer experts in memory.
+    ///
+    /// Starts llama-perplexity once, with experts from disk. For each margin, the text is evaluated one token at a time:
+    /// the divergence from the model as it is, the bytes that are read, and the speed. 'run --stream-prefer' uses a margin.
+    Margins(margins::MarginsOptions),
+    /// Note a text at the current position of the routes.
     ///
     /// The program runs with --expert-trace-routes. Routes before and after a mark belong to
     /// different workloads.
@@ -216,7 +251,7 @@ enum Command {
         /// The text, for example the name of a workload.
         text: String,
     },
-    /// Wait for the end of the current round of a running llama-perplexity, or start the next one.
+    /// Wait for a round of llama-perplexity, or start the next one.
     ///
     /// The program runs with --rounds. When the command ends, all output of the round is written.
     /// The exit status is 1 if the round failed.
@@ -230,31 +265,10 @@ enum Command {
         #[arg(long, conflicts_with = "start")]
         end: bool,
     },
-    /// Show expert traces as text, as a page with -o, or as an image with -o and --svg.
-    ///
-    /// Also what a cache of experts would hit (--memory), which experts to keep in fast memory
-    /// (--pin), and the counts in formats of other programs (--format).
-    Report(report::ReportOptions),
-    /// Write man pages and shell completions below a prefix.
-    #[command(hide = true)]
-    Generate {
-        /// For example /usr/local.
-        prefix: PathBuf,
-    },
-    /// Print the signals that this process gets. 'run' starts it to know those of its group.
-    #[command(hide = true, name = child::WITNESS)]
-    Witness,
-    /// End at once. 'run' starts it with the drop-in, to try the library.
-    #[command(hide = true, name = proof::TRIAL)]
-    Trial,
-    /// Load all tensors of a model into memory, and print the time.
-    Load {
-        /// A GGUF file, or any shard of a model.
-        file: PathBuf,
-        /// Load into the memory of this CUDA device, by its number after CUDA_VISIBLE_DEVICES.
-        #[arg(long, value_name = "N")]
-        device: Option<usize>,
-    },
+    /// Check that a program listens at the socket.
+    Ping(Control),
+    /// Print metrics for Prometheus, or serve them.
+    Metrics(MetricsOptions),
 }
 
 /// Where metrics are from, and where they go.
@@ -276,70 +290,30 @@ struct MetricsOptions {
 
 fn main() -> ExitCode {
     allow_many_open_files();
-    let arguments = Arguments::try_parse().unwrap_or_else(|error| match error.kind() {
-        ErrorKind::DisplayHelp
-        | ErrorKind::DisplayVersion
-        | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => error.exit(),
-        // An argument may be the name of any file.
-        _ => {
-            eprintln!("{}", error.to_string().trim_end());
-            exit(error.exit_code())
-        }
-    });
+    let arguments = help::parse::<Arguments>();
     let result = match arguments.command {
-        Command::Inspect { file, json } => inspect::run(&file, json),
-        Command::Run(options) => run::run(&options),
         Command::Doctor(options) => doctor::run(&options),
+        Command::Run(options) => run::run(&options),
         Command::Compare(options) => compare::run(&options),
         Command::Plan(options) => plan::run(&options),
         Command::Swap(options) => swap::run(options),
-        Command::Tune(options) => tune::run(&options),
         Command::Status { at, hash: true } => control::run(&at, &Request::Hash),
         Command::Status { at, hash: false } => control::run(&at, &Request::Status),
-        Command::Revert(at) => control::run(&at, &Request::Revert),
-        Command::Unfreeze(at) => control::run(&at, &Request::Unfreeze),
-        Command::Metrics(MetricsOptions {
-            socket,
-            listen: Some(address),
-            ..
-        }) => {
-            let all = || control::sockets::pattern().into_iter().collect();
-            exporter::serve(address, &if socket.is_empty() { all() } else { socket })
-        }
-        Command::Metrics(MetricsOptions {
-            socket,
-            limit,
-            json,
-            ..
-        }) => {
-            let only = socket.is_empty().then_some(None);
-            let named = socket.into_iter().map(|path| Some(path.into()));
-            only.into_iter().chain(named).try_for_each(|socket| {
-                let at = Control {
-                    socket,
-                    limit,
-                    json,
-                };
-                control::run(&at, &Request::Metrics)
-            })
-        }
-        Command::Prune(options) => prune::run(&options),
         Command::Top(options) => top::run(&options),
-        Command::Reload { at, server } => control::reload(&at, &server),
         Command::Trace { at, reset: true } => control::run(&at, &Request::TraceReset),
         Command::Trace { at, reset: false } => control::run(&at, &Request::Trace),
-        Command::Mask { at, options } => options
-            .request()
-            .and_then(|request| control::run(&at, &request)),
-        Command::Margins(options) => margins::run(&options),
-        Command::Prefer { at, margin } => control::run(&at, &Request::Prefer { margin }),
-        Command::Mark { at, text } => control::run(&at, &Request::Mark { text }),
-        Command::Round { at, end: true, .. } => control::run(&at, &Request::RoundEnd),
-        Command::Round { at, start, .. } => control::run(&at, &Request::Round { start }),
         Command::Report(options) => report::run(&options),
-        Command::Ping(at) => control::run(&at, &Request::Ping),
-        Command::Load { file, device } => inspect::load::run(&file, device),
-        Command::Generate { prefix } => generate::run(Arguments::command(), &prefix),
+        Command::Tune(options) => tune::run(&options),
+        Command::Prune(options) => prune::run(&options),
+        Command::Inspect {
+            file,
+            load: true,
+            device,
+            ..
+        } => inspect::load::run(&file, device),
+        Command::Inspect { file, json, .. } => inspect::run(&file, json),
+        Command::Ctl { request } => request.run(),
+        Command::Generate { prefix } => generate::run(help::arrange(Arguments::command()), &prefix),
         Command::Witness => child::witness(),
         Command::Trial => Ok(()),
     };
@@ -352,6 +326,48 @@ fn main() -> ExitCode {
         Err(error) => {
             eprintln!("llama-sidecar: {}", sentence(&error));
             ExitCode::FAILURE
+        }
+    }
+}
+
+impl Ctl {
+    fn run(self) -> Result<()> {
+        match self {
+            Ctl::Reload { at, server } => control::reload(&at, &server),
+            Ctl::Freeze(at) => control::run(&at, &Request::Revert),
+            Ctl::Unfreeze(at) => control::run(&at, &Request::Unfreeze),
+            Ctl::Mask { at, options } => control::run(&at, &options.request()?),
+            Ctl::Prefer { at, margin } => control::run(&at, &Request::Prefer { margin }),
+            Ctl::Margins(options) => margins::run(&options),
+            Ctl::Mark { at, text } => control::run(&at, &Request::Mark { text }),
+            Ctl::Round { at, end: true, .. } => control::run(&at, &Request::RoundEnd),
+            Ctl::Round { at, start, .. } => control::run(&at, &Request::Round { start }),
+            Ctl::Ping(at) => control::run(&at, &Request::Ping),
+            Ctl::Metrics(MetricsOptions {
+                socket,
+                listen: Some(address),
+                ..
+            }) => {
+                let all = || control::sockets::pattern().into_iter().collect();
+                exporter::serve(address, &if socket.is_empty() { all() } else { socket })
+            }
+            Ctl::Metrics(MetricsOptions {
+                socket,
+                limit,
+                json,
+                ..
+            }) => {
+                let only = socket.is_empty().then_some(None);
+                let named = socket.into_iter().map(|path| Some(path.into()));
+                only.into_iter().chain(named).try_for_each(|socket| {
+                    let at = Control {
+                        socket,
+                        limit,
+                        json,
+                    };
+                    control::run(&at, &Request::Metrics)
+                })
+            }
         }
     }
 }

@@ -1,4 +1,4 @@
-//! `llama-sidecar margins`: what it costs and gains to prefer experts in memory.
+//! `llama-sidecar ctl margins`: what it costs and gains to prefer experts in memory.
 //!
 //! A running llama-perplexity evaluates a text once for each margin, one token at a time, as answers are computed, with
 //! experts from disk.

@@ -8,18 +8,18 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_llama-sidecar");
 
 /// All commands with one request.
 const REQUESTS: [&[&str]; 12] = [
-    &["ping"],
+    &["ctl", "ping"],
     &["status"],
     &["status", "--hash"],
-    &["metrics"],
-    &["reload"],
-    &["revert"],
-    &["unfreeze"],
+    &["ctl", "metrics"],
+    &["ctl", "reload"],
+    &["ctl", "freeze"],
+    &["ctl", "unfreeze"],
     &["trace"],
     &["trace", "--reset"],
-    &["mask", "--clear"],
-    &["mark", "a"],
-    &["round"],
+    &["ctl", "mask", "--clear"],
+    &["ctl", "mark", "a"],
+    &["ctl", "round"],
 ];
 
 /// Runs a command at a socket.
@@ -62,9 +62,12 @@ fn a_stopped_program_does_not_hold_a_command() {
         fails(&output, "pass a longer --timeout");
     }
     // A health check needs no option.
-    fails(&at(&socket, &["ping"], &[]), "does not answer in time");
+    fails(
+        &at(&socket, &["ctl", "ping"], &[]),
+        "does not answer in time",
+    );
     for text in ["0", "-1", "nan", "inf", "1e300", "a"] {
-        let output = at(&socket, &["ping"], &[&format!("--timeout={text}")]);
+        let output = at(&socket, &["ctl", "ping"], &[&format!("--timeout={text}")]);
         let error = String::from_utf8_lossy(&output.stderr);
         assert!(error.contains("expected seconds"), "{error}");
     }

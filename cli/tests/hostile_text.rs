@@ -45,27 +45,27 @@ const ROWS: &[(&str, &str)] = &[
     ("tune", "MODEL --text TRACE --types q4_0 --program MISSING"),
     ("prune", "MODEL --experts LIST -o OUT.gguf"),
     ("prune", "MODEL --experts MASKS -o OUT.gguf"),
-    ("margins", "MODEL --text TRACE --program MISSING"),
+    ("ctl", "margins MODEL --text TRACE --program MISSING"),
     ("status", "--socket SOCKET"),
     ("status", "--hash --socket SOCKET"),
     ("status", "--json --socket SOCKET"),
     ("status", "--socket REFUSES"),
     ("status", "--socket GARBAGE"),
-    ("revert", "--socket SOCKET"),
-    ("unfreeze", "--socket REFUSES"),
+    ("ctl", "freeze --socket SOCKET"),
+    ("ctl", "unfreeze --socket REFUSES"),
     ("top", "--samples 2 --interval 0.1 --socket SOCKET"),
     ("top", "--samples 1 --socket GARBAGE"),
-    ("metrics", "--socket SOCKET"),
-    ("metrics", "--json --socket SOCKET"),
-    ("reload", "--socket SOCKET"),
-    ("reload", "--json --socket SOCKET"),
-    ("ping", "--socket SOCKET"),
+    ("ctl", "metrics --socket SOCKET"),
+    ("ctl", "metrics --json --socket SOCKET"),
+    ("ctl", "reload --socket SOCKET"),
+    ("ctl", "reload --json --socket SOCKET"),
+    ("ctl", "ping --socket SOCKET"),
     ("trace", "--socket SOCKET"),
-    ("mask", "--socket REFUSES --layer 0 --experts 1"),
-    ("mask", "--socket SOCKET --file LIST"),
-    ("prefer", "--socket REFUSES --margin 0.1"),
-    ("mark", "--socket SOCKET HOSTILE"),
-    ("round", "--socket REFUSES --start"),
+    ("ctl", "mask --socket REFUSES --layer 0 --experts 1"),
+    ("ctl", "mask --socket SOCKET --file LIST"),
+    ("ctl", "prefer --socket REFUSES --margin 0.1"),
+    ("ctl", "mark --socket SOCKET HOSTILE"),
+    ("ctl", "round --socket REFUSES --start"),
     ("report", "TRACE"),
     ("report", "--format csv MISSING"),
     ("report", "--compare TRACE OTHER.json"),
@@ -75,12 +75,12 @@ const ROWS: &[(&str, &str)] = &[
     ("report", "-o OUT.html --compare ROUTES TRACE"),
     ("report", "--pin 50% --model MODEL -o OUT.csv TRACE"),
     ("report", "MODEL"),
-    ("load", "MISSING"),
+    ("inspect", "--load MISSING"),
     // An argument that clap refuses.
     ("inspect", "--HOSTILE"),
 ];
 /// Forms that print no text from outside: their own texts are constant.
-const SILENT: &[&str] = &["help"];
+const SILENT: &[&str] = &["ctl help"];
 
 struct Place {
     folder: tempfile::TempDir,
@@ -271,16 +271,20 @@ fn check(output: &[u8]) -> Result<String, String> {
     }
 }
 
-/// Returns the commands that the command names in its help.
+/// Returns the commands that the command names in its help, and in that of `ctl`.
 fn commands(place: &Place) -> BTreeSet<String> {
-    let help = Command::new(place.command()).arg("--help").output();
-    let help = String::from_utf8(help.expect("it starts").stdout).expect("text");
-    let (_, list) = help.split_once("Commands:\n").expect("a list");
-    let names = list.lines().take_while(|line| !line.is_empty());
-    let names = names.filter(|line| !line.starts_with("   "));
-    names
-        .filter_map(|line| line.split_whitespace().next().map(str::to_owned))
-        .collect()
+    let of = |words: &[&str]| -> Vec<String> {
+        let help = Command::new(place.command()).args(words).arg("-h").output();
+        let help = String::from_utf8(help.expect("it starts").stdout).expect("text");
+        let indented = help.lines().filter_map(|line| line.strip_prefix("  "));
+        let names = indented.filter(|line| line.starts_with(|of: char| of.is_ascii_lowercase()));
+        names
+            .filter_map(|line| line.split_whitespace().next().map(str::to_owned))
+            .collect()
+    };
+    let requests = of(&["ctl"]).into_iter().map(|name| format!("ctl {name}"));
+    let first = of(&[]).into_iter().filter(|name| name != "ctl");
+    first.chain(requests).collect()
 }
 
 #[test]
@@ -288,7 +292,10 @@ fn every_command_prints_plain_text() {
     let place = Place::new();
     let tried: BTreeSet<String> = ROWS
         .iter()
-        .map(|(command, _)| (*command).to_owned())
+        .map(|(command, words)| match *command {
+            "ctl" => format!("ctl {}", words.split(' ').next().unwrap_or_default()),
+            name => name.to_owned(),
+        })
         .collect();
     let silent = SILENT.iter().map(|name| (*name).to_owned());
     let tried: BTreeSet<String> = tried.into_iter().chain(silent).collect();
@@ -313,7 +320,7 @@ fn every_command_prints_plain_text() {
 fn served(place: &Place, words: &[&str], request: impl Fn(&str) -> String) -> Vec<u8> {
     // The brackets of an escape would be a class of characters.
     let socket = match words[0] {
-        "metrics" => place.root().join("socket*"),
+        "ctl" => place.root().join("socket*"),
         _ => place.path("SOCKET"),
     };
     let mut child = Command::new(place.command())
@@ -360,9 +367,11 @@ fn every_page_that_is_served_is_plain_text() {
             "GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {token}\r\nConnection: close\r\n\r\n"
         )
     };
-    let metrics = served(&place, &["metrics", "--listen", "127.0.0.1:0"], |_| {
-        get("/metrics", "")
-    });
+    let metrics = served(
+        &place,
+        &["ctl", "metrics", "--listen", "127.0.0.1:0"],
+        |_| get("/metrics", ""),
+    );
     let text = check(&metrics).expect("metrics --listen");
     assert!(
         text.contains("} 1\n") && !text.contains("llama_sidecar_a{"),

@@ -25,7 +25,7 @@ const CHECK: [(&str, &str); 6] = [
     ("compare -o OUT MISSING", "{ \"llama_sidecar_compare\": 1,"),
     ("compare -o OUT.json MISSING", "PAGE: Comparison"),
     (
-        "margins MODEL --text TEXT --program MISSING --report OUT",
+        "ctl margins MODEL --text TEXT --program MISSING --report OUT",
         "PAGE: Margins",
     ),
     (

@@ -43,7 +43,7 @@ def run(
 ) -> subprocess.CompletedProcess[Any]:
     """Runs `llama-sidecar` with arguments and waits for its end. Options are those of `subprocess.run`.
 
-    >>> run(["ping", "--socket", "/nowhere"], capture_output=True).returncode
+    >>> run(["ctl", "ping", "--socket", "/nowhere"], capture_output=True).returncode
     1
     """
     return subprocess.run([command_path(), *arguments], **options)

@@ -1,4 +1,4 @@
-"""`llama-sidecar metrics --listen`, read by Prometheus' own parser, and asked what it must refuse.
+"""`llama-sidecar ctl metrics --listen`, read by Prometheus' own parser, and asked what it must refuse.
 
     python3 exporter.py LLAMA_SERVER MIXTURE
 """
@@ -49,7 +49,7 @@ with LlamaServer(server, model, "--hotswap", "--expert-trace-stats") as running:
     nowhere = os.path.join(folder, "nowhere")
     patterns = ["--socket", os.path.join(folder, "*ocket"), "--socket", nowhere]
     exporter = subprocess.Popen(
-        [command_path(), "metrics", "--listen", "127.0.0.1:0", *patterns],
+        [command_path(), "ctl", "metrics", "--listen", "127.0.0.1:0", *patterns],
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -104,7 +104,7 @@ with LlamaServer(server, model, "--hotswap", "--expert-trace-stats") as running:
         exporter.terminate()
         exporter.wait(10)
 taken = subprocess.run(
-    [command_path(), "metrics", "--listen", "203.0.113.1:1", "--socket", "a"], capture_output=True
+    [command_path(), "ctl", "metrics", "--listen", "203.0.113.1:1", "--socket", "a"], capture_output=True
 )
 assert taken.returncode == 1 and b"cannot listen at 203.0.113.1:1" in taken.stderr, taken
 print("metrics of running, stopped and missing programs; damaged requests are refused")

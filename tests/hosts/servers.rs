@@ -68,7 +68,7 @@ pub fn end(server: Server) {
     assert_eq!(errors.count(), 0, "{}", log.join("\n"));
 }
 
-/// `llama-sidecar reload --server`.
+/// `llama-sidecar ctl reload --server`.
 pub fn reload(server: &Server, arguments: &[&str]) -> Output {
     reload_at(server.socket(), server.url(), arguments)
 }
@@ -76,7 +76,7 @@ pub fn reload(server: &Server, arguments: &[&str]) -> Output {
 /// The same for the server at an address, in a process with this control socket.
 pub fn reload_at(socket: &Path, url: &str, arguments: &[&str]) -> Output {
     Command::new(built("release/llama-sidecar"))
-        .arg("reload")
+        .args(["ctl", "reload"])
         .arg("--socket")
         .arg(socket)
         .args(["--server", url])

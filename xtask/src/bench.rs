@@ -109,7 +109,7 @@ with the load and three single tokens, and their share of the disk's bandwidth i
         note: "The experts of this mixture are those of one dense model, each without other neurons (2 to 25 %), behind a router \
 that was not trained, whose scores are close to each other: a small margin replaces more experts than in a model that was \
 trained as a mixture. The row of flash attention is the model as it is: its divergence is that of rounding. \
-`llama-sidecar margins` measures another model.",
+`llama-sidecar ctl margins` measures another model.",
     },
     Bench {
         name: "tune",

@@ -42,7 +42,7 @@ pub fn run_all() -> Result<()> {
         .args(["moe.gguf", "moe-q8_0.gguf", "moe-mixed.gguf"].map(|name| fixtures.join(name))))?;
     tell("All tensors are loaded at once: at most nine allocations, at the speed of memory.");
     run(command(stage.join("bin/llama-sidecar"), &root())
-        .arg("load")
+        .args(["inspect", "--load"])
         .arg(&model))?;
     tell("The programs are lazy_load.c, hot_swap.c and moe_walk.c in c_examples.");
     live_swap(&model, &variant)?;

@@ -64,7 +64,7 @@ impl Control {
 #[derive(Clone, Copy, Default, clap::Args)]
 pub struct Limit {
     /// The most seconds until the answer is complete. By default 5 for 'ping', 'status' and 'metrics', and 3600 for others;
-    /// 'round' takes as long as the round.
+    /// a round takes as long as it takes.
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     timeout: Option<Duration>,
 }
@@ -132,7 +132,7 @@ pub fn run(at: &Control, request: &Request) -> Result<()> {
                     true => {}
                     false => writeln!(
                         out,
-                        "reloads are frozen: run 'llama-sidecar unfreeze' to permit them"
+                        "reloads are frozen: run 'llama-sidecar ctl unfreeze' to permit them"
                     )?,
                 }
             }
@@ -427,7 +427,7 @@ fn connect(socket: &Path, request: &Request, time: Option<Duration>) -> Result<U
                 "it is no socket: name that of a running program, see 'run --socket'".into()
             }
             _ if text::path(socket).contains('*') => {
-                "a pattern can be used with 'metrics --listen' alone".into()
+                "a pattern can be used with 'ctl metrics --listen' alone".into()
             }
             _ => {
                 let flags = flags_for(request);
@@ -494,7 +494,7 @@ fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
     if status.frozen {
         writeln!(
             out,
-            "reloads are frozen: run 'llama-sidecar unfreeze' to permit them"
+            "reloads are frozen: run 'llama-sidecar ctl unfreeze' to permit them"
         )?;
     }
     if let Some(waiting) = &status.waiting {

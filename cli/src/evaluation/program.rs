@@ -46,16 +46,16 @@ const SOCKET: &str = "socket";
 #[derive(clap::Args)]
 pub struct EvaluationOptions {
     /// Tokens of a chunk of the text; with base logits, those of their chunks.
-    #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(16..))]
+    #[arg(long, value_name = "N", default_value_t = 512, hide_short_help = true, value_parser = clap::value_parser!(u32).range(16..))]
     ctx: u32,
-    /// Number of chunks to evaluate; by default all, and 4 for 'margins'.
+    /// Number of chunks to evaluate; by default all, and 4 for 'ctl margins'.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub chunks: Option<u32>,
     /// Threads that quantise and evaluate; as many as there are processors by default.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "N", hide_short_help = true, value_parser = clap::value_parser!(u32).range(1..=1024))]
     threads: Option<u32>,
     /// The program that evaluates.
-    #[arg(long, value_name = "PROGRAM", default_value = PERPLEXITY)]
+    #[arg(long, value_name = "PROGRAM", default_value = PERPLEXITY, hide_short_help = true)]
     program: OsString,
     /// Further arguments of the program, after `--`.
     #[arg(last = true)]

@@ -1,4 +1,4 @@
-//! `llama-sidecar metrics --listen`: the metrics of several programs, for Prometheus.
+//! `llama-sidecar ctl metrics --listen`: the metrics of several programs, for Prometheus.
 //!
 //! | module | contents |
 //! |---|---|

@@ -1,4 +1,4 @@
-//! `llama-sidecar load`.
+//! `llama-sidecar inspect --load`.
 
 use std::path::Path;
 use std::time::Instant;

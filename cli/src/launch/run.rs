@@ -61,6 +61,44 @@ type Setting = (&'static str, OsString);
 #[derive(Default)]
 struct Settings(Vec<Setting>);
 
+/// The flags that `run -h` shows, with their help there. `--help` has all of them, with the help of their variables.
+const FIRST: [(&str, &str); 10] = [
+    ("hotswap", "Let tensors be replaced in the running program"),
+    ("expert-masks", "Let experts be masked on request"),
+    (
+        "expert-trace-stats",
+        "Count expert use, for a summary at the end",
+    ),
+    (
+        "expert-trace-output",
+        "Count expert use, and write JSON or CSV",
+    ),
+    ("expert-trace-routes", "Write the experts of every token"),
+    (
+        "stream-experts",
+        "Read experts from disk when they are known",
+    ),
+    ("stream-memory", "Memory for experts from disk, in MiB"),
+    ("post-fetch", "Copy experts to a GPU when they are known"),
+    ("expert-cache", "Keep recently used experts on a GPU"),
+    ("socket", "Control socket; by default commands find it"),
+];
+
+/// Returns the capability that a variable belongs to, as a heading of the help.
+fn capability(variable: &str) -> &'static str {
+    let begins = |with: &[&str]| with.iter().any(|start| variable.starts_with(start));
+    match variable {
+        "LLAMA_EXPERT_MASKS" | "LLAMA_SIDECAR_ROUNDS" | "LLAMA_SIDECAR_MEMORY_MB" => {
+            "Hot-swap, masks and rounds"
+        }
+        _ if begins(&["LLAMA_HOTSWAP", "LLAMA_SIDECAR_HOTSWAP"]) => "Hot-swap, masks and rounds",
+        _ if begins(&["LLAMA_EXPERT_TRACE"]) => "Expert trace",
+        _ if begins(&["LLAMA_EXPERT_STREAM"]) => "Experts from disk",
+        _ if begins(&["LLAMA_POSTFETCH", "LLAMA_SIDECAR_PAGE_LOCK"]) => "Experts on a GPU",
+        _ => "Control and log",
+    }
+}
+
 /// Returns the variables that have a flag.
 fn flags() -> impl Iterator<Item = (&'static str, &'static Variable)> {
     VARIABLES.iter().filter_map(|of| Some((of.flag?, of)))
@@ -70,7 +108,13 @@ fn argument(flag: &'static str, variable: &'static Variable) -> Arg {
     let help = without_links(variable.help.trim_start_matches("drop-in: ")).replace('`', "'");
     let (first, rest) = help.split_at(1);
     let help = format!("{}{rest} ({})", first.to_uppercase(), variable.name);
-    let argument = Arg::new(flag).long(flag).help(help);
+    let first = FIRST.iter().find(|(name, _)| *name == flag);
+    let argument = Arg::new(flag)
+        .long(flag)
+        .help(first.map_or(help.clone(), |(_, short)| (*short).into()))
+        .long_help(help)
+        .hide_short_help(first.is_none())
+        .help_heading(capability(variable.name));
     let argument = match flag {
         "socket" => argument.short('s'),
         _ => argument,
@@ -216,7 +260,7 @@ impl Prepared {
         let config = &self.config;
         ensure!(
             config.expert_stream_prefer.is_none() || config.preference().is_some(),
-            "{} was not started: --stream-prefer changes results: also pass --accept-changed-results, after 'llama-sidecar margins' has measured by how much",
+            "{} was not started: --stream-prefer changes results: also pass --accept-changed-results, after 'llama-sidecar ctl margins' has measured by how much",
             text::path(Path::new(&self.words[0]))
         );
         if let Some(sentence) = config.unwritable().into_iter().next() {

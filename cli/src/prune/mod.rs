@@ -36,8 +36,9 @@ const LIST: &str = r#"[{"schema":"llama-sidecar/experts/1""#;
 pub struct PruneOptions {
     /// The model: a GGUF file, or any shard of one.
     model: PathBuf,
-    /// The experts to leave out, as JSON: [{"layer": 3, "experts": [3, 17]}, ...]. llama.cpp has one number of
-    /// experts for all layers: the same number in each. With --text, what they cost is measured.
+    /// The experts to leave out, as JSON: [{"layer": 3, "experts": [3, 17]}, ...].
+    ///
+    /// llama.cpp has one number of experts for all layers: the same number in each. With --text, what they cost is measured.
     #[arg(long, value_name = "FILE")]
     experts: Option<PathBuf>,
     #[command(flatten)]
@@ -56,12 +57,14 @@ pub struct PruneOptions {
         conflicts_with = "experts"
     )]
     save: Option<PathBuf>,
-    /// The folder for the base logits, which are removed at the end, and for the log, which stays after a failure. By default
-    /// that of temporary files. The base logits of 100 chunks of 512 tokens take 7.8 GB for a vocabulary of 152 thousand.
+    /// The folder for base logits and the log.
+    ///
+    /// The base logits are removed at the end, and the log stays after a failure. By default that of temporary files. The base logits of 100 chunks of 512 tokens take 7.8 GB for a vocabulary of 152 thousand.
     #[arg(long, value_name = "DIR", requires = "text")]
     work: Option<PathBuf>,
-    /// Write the pruned model. It gets its path when llama-perplexity has loaded and evaluated it. That of a model in shards
-    /// has as many: name the first one (NAME-00001-of-00003.gguf), or NAME.gguf.
+    /// Write the pruned model.
+    ///
+    /// It gets its path when llama-perplexity has loaded and evaluated it. That of a model in shards has as many: name the first one (NAME-00001-of-00003.gguf), or NAME.gguf.
     #[arg(short, long, value_name = "GGUF")]
     output: Option<PathBuf>,
     #[command(flatten)]

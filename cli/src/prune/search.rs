@@ -52,8 +52,9 @@ pub struct SearchOptions {
     /// The text to evaluate.
     #[arg(long, value_name = "FILE")]
     pub text: Option<PathBuf>,
-    /// Another text, to evaluate with the experts that were found: they fit the first one. Exchanges that diverge more there
-    /// are undone.
+    /// Another text, to evaluate with the experts that were found.
+    ///
+    /// They fit the first one. Exchanges that diverge more there are undone.
     #[arg(long, value_name = "FILE", requires = "text")]
     check: Option<PathBuf>,
     /// The order in which experts are tried.

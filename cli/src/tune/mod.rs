@@ -71,7 +71,7 @@ pub struct TuneOptions {
     #[arg(long, value_name = "FILE", required_unless_present_any = ["base", "prepare"])]
     text: Option<PathBuf>,
     /// Base logits that llama-perplexity wrote. Without it, they are made from the text.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", hide_short_help = true)]
     base: Option<PathBuf>,
     /// A better version of the model, for the base logits and as the source of the tensors.
     #[arg(long, value_name = "GGUF")]
@@ -88,8 +88,9 @@ pub struct TuneOptions {
     /// Only tensors whose whole names match. Others stay as they are.
     #[arg(long, value_name = "REGEX")]
     only: Option<Regex>,
-    /// Experts that the model may do without, as 'prune --save' writes them; may be repeated. With --size, the lists and
-    /// the types are chosen together.
+    /// Experts that the model may do without, as 'prune --save' writes them.
+    ///
+    /// May be repeated. With --size, the lists and the types are chosen together.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["bpw", "prepare"])]
     cut: Vec<PathBuf>,
     /// Choose types so that the file is not larger than this, for example 5G.
@@ -109,12 +110,13 @@ pub struct TuneOptions {
     /// Print JSON.
     #[arg(long)]
     json: bool,
-    /// The folder for measurements and quantised tensors. The same command continues there after
-    /// an interruption. Default: MODEL.tune.
+    /// The folder for measurements and quantised tensors.
+    ///
+    /// The same command continues there after an interruption. Default: MODEL.tune.
     #[arg(long, value_name = "DIR")]
     work: Option<PathBuf>,
     /// The libggml-base.so that quantises; that of the program by default.
-    #[arg(long, value_name = "LIBRARY")]
+    #[arg(long, value_name = "LIBRARY", hide_short_help = true)]
     ggml: Option<PathBuf>,
     #[command(flatten)]
     evaluation: EvaluationOptions,

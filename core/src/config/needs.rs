@@ -71,7 +71,7 @@ static NEEDS: [Need; 15] = [
     Need {
         variables: &["LLAMA_EXPERT_STREAM_PREFER"],
         is_met: |config| config.accepts_changed_results && config.expert_stream.streams(),
-        next: "it changes results: also pass --accept-changed-results (LLAMA_EXPERT_STREAM_ACCEPT_CHANGES=1), after 'llama-sidecar margins' has measured by how much",
+        next: "it changes results: also pass --accept-changed-results (LLAMA_EXPERT_STREAM_ACCEPT_CHANGES=1), after 'llama-sidecar ctl margins' has measured by how much",
     },
     Need {
         variables: &["LLAMA_EXPERT_STREAM_ACCEPT_CHANGES"],

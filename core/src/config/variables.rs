@@ -558,7 +558,7 @@ pub(super) fn utf8(value: &OsStr) -> Result<&str, String> {
 fn cached_context(text: &str) -> Result<(), String> {
     match text {
         "keep" => Ok(()),
-        "clear" => Err("llama-server and similar programs keep their own record of cached tokens and would lose their prompt: send requests with cache_prompt=false, or use 'llama-sidecar reload --server URL'".into()),
+        "clear" => Err("llama-server and similar programs keep their own record of cached tokens and would lose their prompt: send requests with cache_prompt=false, or use 'llama-sidecar ctl reload --server URL'".into()),
         _ => Err("expected keep".into()),
     }
 }

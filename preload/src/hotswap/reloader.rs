@@ -30,7 +30,8 @@ use crate::program::{barrier, sched};
 /// Whether reloads are frozen.
 static FROZEN: AtomicBool = AtomicBool::new(false);
 /// Why a frozen reload fails.
-const FROZEN_REASON: &str = "reloads are frozen since 'revert': run 'llama-sidecar unfreeze' first";
+const FROZEN_REASON: &str =
+    "reloads are frozen since 'ctl freeze': run 'llama-sidecar ctl unfreeze' first";
 /// Held while a model is reloaded; the end of the process waits for it.
 static RELOADING: Mutex<()> = Mutex::new(());
 

@@ -197,6 +197,7 @@ impl<'a> Steps<'a> {
     fn erase(&self) -> Result<()> {
         let socket = self.server.socket().to_string_lossy();
         let reload = [
+            "ctl",
             "reload",
             "--socket",
             &*socket,
@@ -204,7 +205,10 @@ impl<'a> Steps<'a> {
             self.server.url(),
         ];
         let output = self.command(&reload)?;
-        ensure!(output.status.success(), "llama-sidecar reload: {output:?}");
+        ensure!(
+            output.status.success(),
+            "llama-sidecar ctl reload: {output:?}"
+        );
         Ok(())
     }
 
@@ -379,8 +383,8 @@ impl Steps<'_> {
             (&["--clear"], 0),
         ] {
             self.load.tell(None, false);
-            let said = self.command(&[&["mask", "--socket", &socket], options].concat())?;
-            ensure!(said.status.success(), "llama-sidecar mask: {said:?}");
+            let said = self.command(&[&["ctl", "mask", "--socket", &socket], options].concat())?;
+            ensure!(said.status.success(), "llama-sidecar ctl mask: {said:?}");
             let found = masks().as_array().map_or(0, Vec::len);
             if found != layers {
                 let what = format!("expected {layers} layers, found {found}");
@@ -399,8 +403,8 @@ impl Steps<'_> {
         self.server.control("reload");
         self.wait_for(1)?;
         let socket = self.server.socket().to_string_lossy().into_owned();
-        let said = self.command(&["revert", "--socket", &socket])?;
-        ensure!(said.status.success(), "llama-sidecar revert: {said:?}");
+        let said = self.command(&["ctl", "freeze", "--socket", &socket])?;
+        ensure!(said.status.success(), "llama-sidecar ctl freeze: {said:?}");
         self.wait_for(0)?;
         let private = self.server.control("status")["models"][0]["private_bytes"].clone();
         if private != 0 {
@@ -408,8 +412,11 @@ impl Steps<'_> {
             self.failures.add("memory held after a revert", what);
         }
         self.place.put(self.files[0])?;
-        let said = self.command(&["unfreeze", "--socket", &socket])?;
-        ensure!(said.status.success(), "llama-sidecar unfreeze: {said:?}");
+        let said = self.command(&["ctl", "unfreeze", "--socket", &socket])?;
+        ensure!(
+            said.status.success(),
+            "llama-sidecar ctl unfreeze: {said:?}"
+        );
         self.reverted += 1;
         self.confirm(0)
     }

@@ -1,0 +1,115 @@
+//! The help of the commands, and names that commands had.
+
+use std::fmt::Write;
+use std::process::exit;
+
+use clap::builder::StyledStr;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{Command, Parser};
+
+/// The widest line of a help that is written to no terminal, or to a wide one.
+const WIDEST: usize = 100;
+
+/// What commands are for, the commands in the order of the help, and an example.
+const PURPOSES: [(&str, &[&str], &str); 5] = [
+    (
+        "Speed up a program",
+        &["doctor", "run", "compare", "plan"],
+        "compare -- llama-server -m model.gguf",
+    ),
+    (
+        "Try other tensors, and return",
+        &["swap", "undo", "status", "top"],
+        "swap --live --tensor 'blk.7.*' --from model.gguf --as q4_K",
+    ),
+    (
+        "See which experts are used",
+        &["trace", "report"],
+        "report trace.json -o page.html",
+    ),
+    (
+        "Make a model smaller",
+        &["tune", "prune"],
+        "tune model.gguf --types q6_K,q4_K --text sample.txt --size 5G",
+    ),
+    (
+        "Look into a model, or control a program",
+        &["inspect", "ctl"],
+        "ctl reload",
+    ),
+];
+
+/// Names that commands had, and those that they have now.
+pub const RENAMED: [(&str, &str); 12] = [
+    ("freeze", "ctl freeze"),
+    ("load", "inspect --load"),
+    ("margins", "ctl margins"),
+    ("mark", "ctl mark"),
+    ("mask", "ctl mask"),
+    ("metrics", "ctl metrics"),
+    ("ping", "ctl ping"),
+    ("prefer", "ctl prefer"),
+    ("reload", "ctl reload"),
+    ("revert", "ctl freeze"),
+    ("round", "ctl round"),
+    ("unfreeze", "ctl unfreeze"),
+];
+
+/// Returns a command with its help by purpose.
+pub fn arrange(command: Command) -> Command {
+    let command = command.max_term_width(WIDEST);
+    let text = by_purpose(&command);
+    command.override_help(text)
+}
+
+/// Returns the first screen of the help.
+fn by_purpose(command: &Command) -> StyledStr {
+    let mut text = format!(
+        "{}\n\nUsage: {} <COMMAND> [OPTIONS]\n",
+        command.get_about().cloned().unwrap_or_default(),
+        command.get_name()
+    );
+    for (purpose, names, example) in PURPOSES {
+        let _ = write!(text, "\n{purpose}:\n");
+        let known = names
+            .iter()
+            .filter_map(|name| command.find_subcommand(name));
+        for of in known {
+            let about = of.get_about().cloned().unwrap_or_default();
+            let _ = writeln!(text, "  {:9}{about}", of.get_name());
+        }
+        let _ = writeln!(text, "  $ {} {example}", command.get_name());
+    }
+    text += "\nCOMMAND -h shows the options that are used most, COMMAND --help all of them.\n";
+    text.into()
+}
+
+/// Parses the command line. Prints help and errors, and ends the process for them.
+pub fn parse<P: Parser>() -> P {
+    let mut command = arrange(P::command());
+    let matches = command.try_get_matches_from_mut(std::env::args_os());
+    let parsed = matches.and_then(|mut matches| P::from_arg_matches_mut(&mut matches));
+    parsed.unwrap_or_else(|error| match error.kind() {
+        ErrorKind::DisplayHelp
+        | ErrorKind::DisplayVersion
+        | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => error.exit(),
+        // An argument may be the name of any file.
+        _ => {
+            let error = error.format(&mut command);
+            let text = renamed(&error).unwrap_or_else(|| error.to_string());
+            eprintln!("{}", text.trim_end());
+            exit(error.exit_code())
+        }
+    })
+}
+
+/// Returns the message for a name that a command had.
+pub fn renamed(error: &clap::Error) -> Option<String> {
+    let Some(ContextValue::String(typed)) = error.get(ContextKind::InvalidSubcommand) else {
+        return None;
+    };
+    let (old, new) = RENAMED.iter().find(|(old, _)| old == typed)?;
+    Some(format!(
+        "error: '{old}' is now 'llama-sidecar {new}': run 'llama-sidecar {new} --help'"
+    ))
+}
