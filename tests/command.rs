@@ -598,10 +598,11 @@ fn the_wrapper_reports_what_is_swapped_at_the_end() {
         assert!(ended.is_none(), "{ended:?}");
         std::thread::sleep(Duration::from_millis(10));
     }
-    let live = ["swap", "--live", &socket];
-    let set = ["--tensor", "blk.*", "--from", &from];
-    for arguments in [&set[..], &["--restore"], &set[..]] {
-        let (text, status) = command_line(&[&live, arguments].concat(), "");
+    let set = [
+        "swap", "--live", "-s", &socket, "--tensor", "blk.*", "--from", &from,
+    ];
+    for arguments in [&set[..], &["undo", "-s", &socket], &set[..]] {
+        let (text, status) = command_line(arguments, "");
         assert!(status.success(), "{text}");
     }
     stdin.write_all(b"end\n").expect("it reads");
@@ -798,7 +799,7 @@ fn help_has_no_markup_and_all_forms() {
     );
     let (text, status) = command_line(&["swap"], "");
     assert_eq!(status.code(), Some(2));
-    for form in ["MODEL --restore", "--live [SOCKET] --tensor"] {
+    for form in ["MODEL --tensor", "--live [-s SOCKET] --tensor"] {
         assert!(text.contains(form), "{text}");
     }
 }
@@ -1313,10 +1314,10 @@ fn a_program_without_a_path_for_its_socket_is_found() {
     let tensor = "blk.0.ffn_down.weight";
     let (text, _) = command(&["swap", "--live", "--tensor", tensor, "--from", &model]);
     assert!(
-        text.contains("undo it with: llama-sidecar swap --live "),
+        text.contains("undo it with: llama-sidecar undo -s "),
         "{text}"
     );
-    assert!(command(&["swap", "--live", "--restore"]).1.success());
+    assert!(command(&["undo"]).1.success());
     let (second, left) = start();
     let (text, status) = command(&["status"]);
     let both = [first.id(), second.id()].map(|id| format!("sh-{id}.sock"));
@@ -1538,12 +1539,12 @@ fn a_swap_of_the_file_reaches_the_running_host() {
     let (path, from) = (path.display().to_string(), fixture("smollm2-mixed.gguf"));
     let from = from.display().to_string();
     let swap = [
-        "swap", &path, "--tensor", "blk.*", "--from", &from, "--reload", &socket,
+        "swap", &path, "--tensor", "blk.*", "--from", &from, "--reload", "-s", &socket,
     ];
     let (text, status) = command_line(&swap, "");
     assert!(status.success() && text.contains("8 swapped"), "{text}");
     assert_eq!(host.text(TOKENS), after);
-    let (text, status) = command_line(&["swap", &path, "--restore", "--reload", &socket], "");
+    let (text, status) = command_line(&["undo", &path, "-s", &socket], "");
     assert!(status.success() && text.contains("8 returned"), "{text}");
     assert_eq!(host.text(TOKENS), before);
     assert_eq!(fresh.end(), Some(0));

@@ -25,7 +25,17 @@ fn swap(host: &Host, revert: Option<&str>, overlays: &[(&str, &Path)]) -> Value 
 /// `llama-sidecar swap --live`.
 fn swap_live(host: &Host, arguments: &[&str]) -> Output {
     Command::new(built("release/llama-sidecar"))
-        .args(["swap", "--live"])
+        .args(["swap", "--live", "-s"])
+        .arg(host.socket())
+        .args(arguments)
+        .output()
+        .expect("the command starts")
+}
+
+/// `llama-sidecar undo`.
+fn undo(host: &Host, arguments: &[&str]) -> Output {
+    Command::new(built("release/llama-sidecar"))
+        .args(["undo", "-s"])
         .arg(host.socket())
         .args(arguments)
         .output()
@@ -84,17 +94,22 @@ fn a_host_with_overlays_writes_what_a_new_process_writes() {
 
         // Polling and reloads leave overlays alone.
         assert_eq!(taken(&host.control("reload")), (0, 0));
-        let output = swap_live(&host, &["--restore", "--tensor", "blk.*"]);
+        let dry = said(&undo(&host, &["--dry-run"]));
+        assert!(dry.contains("dry run: would return to this: "), "{dry}");
+        assert!(!overlays(&host).is_empty());
+        let output = undo(&host, &["--tensor", "blk.*"]);
         assert!(output.status.success(), "{output:?}");
-        let output = swap_live(&host, &["--restore"]);
+        let output = undo(&host, &[]);
         assert!(output.status.success(), "{output:?}");
-        let nothing = "nothing to restore: no tensor";
-        assert!(!said(&output).contains(nothing), "{output:?}");
-        let (all, some) = (["--restore"], ["--restore", "--tensor", "blk.*"]);
-        for (arguments, which) in [(&all[..], ""), (&some[..], " that matches 'blk.*'")] {
-            let output = swap_live(&host, arguments);
+        let done = "are those of the program's own file\n";
+        assert!(said(&output).contains(done), "{output:?}");
+        for (arguments, which) in [
+            (&[][..], ""),
+            (&["--tensor", "blk.*"], " of tensors that match 'blk.*'"),
+        ] {
+            let output = undo(&host, arguments);
             assert!(output.status.success(), "{output:?}");
-            let expected = format!("{nothing}{which} differs from the program's own file\n");
+            let expected = format!("nothing to undo: no change{which} is in force");
             assert!(said(&output).contains(&expected), "{output:?}");
         }
         assert_eq!(host.text(TOKENS), before);
@@ -170,7 +185,7 @@ fn tensors_are_quantised_by_the_library_of_the_program() {
     );
     assert!(found["longest_pause_us"].as_u64() > Some(0), "{found}");
     assert_eq!(host.text(TOKENS), after);
-    assert!(swap_live(&host, &["--restore"]).status.success());
+    assert!(undo(&host, &[]).status.success());
     assert_eq!(host.text(TOKENS), before);
     assert_eq!(host.end(), Some(0));
 }
@@ -512,7 +527,7 @@ fn a_source_is_checked_before_it_is_quantised() {
     };
     let (socket, model) = (host.socket().to_string_lossy(), path.to_string_lossy());
     let library = fixture("upstream").join("libggml-base.so");
-    let live = ["--live", &socket];
+    let live = ["--live", "-s", &socket];
     let file = [&model, "--ggml", &library.to_string_lossy()];
     let nothing_is_left = || {
         let mut left = std::fs::read_dir(temporary.path()).expect("a folder");

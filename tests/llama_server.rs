@@ -90,7 +90,7 @@ fn four_slots_answer_as_a_new_server_after_a_swap() {
 /// `llama-sidecar swap --live`.
 fn swap_live(server: &Server, arguments: &[&str]) -> Output {
     Command::new(built("release/llama-sidecar"))
-        .args(["swap", "--live"])
+        .args(["swap", "--live", "-s"])
         .arg(server.socket())
         .args(arguments)
         .output()
@@ -114,7 +114,11 @@ fn a_server_with_overlays_answers_as_a_new_server() {
         assert!(output.status.success(), "{output:?}");
         assert_eq!(reload_and_erase(&server)["slots_erased"], 1);
         assert_eq!(answers(&server, 1), fresh_with(&from, 1));
-        let output = swap_live(&server, &["--restore"]);
+        let output = Command::new(built("release/llama-sidecar"))
+            .args(["undo", "-s"])
+            .arg(server.socket())
+            .output()
+            .expect("the command starts");
         assert!(output.status.success(), "{output:?}");
         assert_eq!(reload_and_erase(&server)["slots_erased"], 1);
         assert_eq!(answers(&server, 1), before);

@@ -50,10 +50,16 @@ pub const RENAMED: [(&str, &str); 12] = [
     ("ping", "ctl ping"),
     ("prefer", "ctl prefer"),
     ("reload", "ctl reload"),
-    ("revert", "ctl freeze"),
+    ("revert", "undo"),
     ("round", "ctl round"),
     ("unfreeze", "ctl unfreeze"),
 ];
+
+/// Options that commands had, and what takes their place.
+const REPLACED: [(&str, &str); 1] = [(
+    "--restore",
+    "'llama-sidecar undo MODEL' or 'llama-sidecar undo -s SOCKET'",
+)];
 
 /// Returns a command with its help by purpose.
 pub fn arrange(command: Command) -> Command {
@@ -103,13 +109,21 @@ pub fn parse<P: Parser>() -> P {
     })
 }
 
-/// Returns the message for a name that a command had.
+/// Returns the message for a name that a command or an option had.
 pub fn renamed(error: &clap::Error) -> Option<String> {
-    let Some(ContextValue::String(typed)) = error.get(ContextKind::InvalidSubcommand) else {
-        return None;
+    let typed = |kind| match error.get(kind) {
+        Some(ContextValue::String(typed)) => Some(typed.as_str()),
+        _ => None,
     };
-    let (old, new) = RENAMED.iter().find(|(old, _)| old == typed)?;
-    Some(format!(
-        "error: '{old}' is now 'llama-sidecar {new}': run 'llama-sidecar {new} --help'"
-    ))
+    let command = typed(ContextKind::InvalidSubcommand);
+    let option = typed(ContextKind::InvalidArg);
+    let command = RENAMED.iter().find(|(old, _)| Some(*old) == command);
+    let option = REPLACED.iter().find(|(old, _)| Some(*old) == option);
+    match (command, option) {
+        (Some((old, new)), _) => Some(format!(
+            "error: '{old}' is now 'llama-sidecar {new}': run 'llama-sidecar {new} --help'"
+        )),
+        (_, Some((old, new))) => Some(format!("error: '{old}' is now {new}")),
+        _ => None,
+    }
 }

@@ -6,6 +6,7 @@
 //! | module | content |
 //! |---|---|
 //! | [`generate`] | man pages and shell completions |
+//! | [`undo`] | what was changed, in a program or in files, is returned |
 //! | [`swap`] | tensors from one model's files to another's or to a running program, and back |
 //! | [`prune`] | what a mixture of experts can do without |
 //! | [`margins`] | what it costs and gains to prefer experts in memory |
@@ -26,6 +27,7 @@
 //! | [`output`] | texts and models in files, progress |
 //! | [`temporary`] | folders that are removed, also after a signal |
 //! | [`interruption`] | keys and signals that end a command that measures |
+//! | [`words`] | words of a command, as text for a shell |
 //! | [`sizes`], [`space`] | sizes, shares and tables as text; free space |
 //! | [`help`] | the help of the commands, and names that commands had |
 //! | [`print`] | standard output and standard error |
@@ -62,8 +64,10 @@ mod temporary;
 mod top;
 mod trial;
 mod tune;
+mod undo;
 #[cfg(test)]
 mod vocabulary;
+mod words;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -120,9 +124,15 @@ enum Command {
     /// waits for the first.
     ///
     /// With --live, no file changes: the running program takes the tensors from the other
-    /// model, until --live --restore.
+    /// model, until 'undo'.
     #[command(override_usage = swap::USAGE)]
     Swap(swap::SwapOptions),
+    /// Return what was changed in a running program or in a model's files.
+    ///
+    /// Without MODEL, tensors, masks and the margin of a running program are as at its start, and reloads are permitted
+    /// unless a file of the model differs. With MODEL, the originals that 'swap' keeps are put back. The exit status is 0
+    /// if there is nothing to undo.
+    Undo(undo::UndoOptions),
     /// Show the models of a running program and their swapped tensors.
     Status {
         #[command(flatten)]
@@ -297,6 +307,7 @@ fn main() -> ExitCode {
         Command::Compare(options) => compare::run(&options),
         Command::Plan(options) => plan::run(&options),
         Command::Swap(options) => swap::run(options),
+        Command::Undo(options) => undo::run(&options),
         Command::Status { at, hash: true } => control::run(&at, &Request::Hash),
         Command::Status { at, hash: false } => control::run(&at, &Request::Status),
         Command::Top(options) => top::run(&options),
@@ -334,10 +345,10 @@ impl Ctl {
     fn run(self) -> Result<()> {
         match self {
             Ctl::Reload { at, server } => control::reload(&at, &server),
-            Ctl::Freeze(at) => control::run(&at, &Request::Revert),
+            Ctl::Freeze(at) => control::change(&at, &Request::Revert, "ctl unfreeze"),
             Ctl::Unfreeze(at) => control::run(&at, &Request::Unfreeze),
-            Ctl::Mask { at, options } => control::run(&at, &options.request()?),
-            Ctl::Prefer { at, margin } => control::run(&at, &Request::Prefer { margin }),
+            Ctl::Mask { at, options } => control::change(&at, &options.request()?, "undo"),
+            Ctl::Prefer { at, margin } => control::change(&at, &Request::Prefer { margin }, "undo"),
             Ctl::Margins(options) => margins::run(&options),
             Ctl::Mark { at, text } => control::run(&at, &Request::Mark { text }),
             Ctl::Round { at, end: true, .. } => control::run(&at, &Request::RoundEnd),

@@ -80,4 +80,7 @@ fn names_that_commands_had_lead_to_commands() {
             "{text}"
         );
     }
+    let error = all().try_get_matches_from(["llama-sidecar", "swap", "m.gguf", "--restore"]);
+    let text = help::renamed(&error.expect_err("no option")).expect("a name");
+    assert!(text.contains("'llama-sidecar undo MODEL'"), "{text}");
 }

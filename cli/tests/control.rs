@@ -7,7 +7,7 @@ use std::process::{Command, Output};
 const PROGRAM: &str = env!("CARGO_BIN_EXE_llama-sidecar");
 
 /// All commands with one request.
-const REQUESTS: [&[&str]; 12] = [
+const REQUESTS: [&[&str]; 13] = [
     &["ctl", "ping"],
     &["status"],
     &["status", "--hash"],
@@ -20,6 +20,7 @@ const REQUESTS: [&[&str]; 12] = [
     &["ctl", "mask", "--clear"],
     &["ctl", "mark", "a"],
     &["ctl", "round"],
+    &["undo"],
 ];
 
 /// Runs a command at a socket.

@@ -199,7 +199,7 @@ class Sidecar:
         path = str(Path(source).resolve(strict=True))
         if revert is not None:
             raise ValueError("revert and as_type are two switches: call restore() first")
-        arguments = ["--live", str(self.socket), "--tensor", tensor, "--from", path]
+        arguments = ["--live", "-s", str(self.socket), "--tensor", tensor, "--from", path]
         arguments += ["--as", as_type, "--json"]
         if self.timeout is not None:
             arguments += ["--timeout", str(self.timeout)]

@@ -26,6 +26,7 @@ use crate::control::server::ServerOptions;
 use crate::control::sockets;
 use crate::deadline::Deadline;
 use crate::print::stdout;
+use crate::words::quoted;
 
 /// How long a request is repeated while other clients have all connections.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -92,12 +93,37 @@ fn seconds(text: &str) -> Result<Duration, String> {
 
 /// Sends a request and prints the reply, as text or as JSON.
 pub fn run(at: &Control, request: &Request) -> Result<()> {
-    let (socket, as_json) = (&*at.socket()?, at.json);
-    let mut answer = ask(socket, request, at.limit)?;
+    let socket = &*at.socket()?;
+    let answer = ask(socket, request, at.limit)?;
+    if at.json {
+        writeln!(stdout(), "{answer:#}")?;
+        return finish(request, &answer);
+    }
+    print_reply(socket, request, answer)
+}
+
+/// Sends a request that changes something, prints the reply, and how to undo it.
+pub fn change(at: &Control, request: &Request, undo: &str) -> Result<()> {
+    run(at, request)?;
+    match at.json {
+        true => Ok(()),
+        false => say_undo(&at.socket()?, undo),
+    }
+}
+
+/// Prints how a change of a program is undone.
+fn say_undo(socket: &Path, undo: &str) -> Result<()> {
+    let socket = quoted(socket.as_os_str());
+    Ok(writeln!(
+        stdout(),
+        "done; undo it with: llama-sidecar {undo} -s {socket}"
+    )?)
+}
+
+/// Prints a reply as text. Fails if it reports a failure.
+pub fn print_reply(socket: &Path, request: &Request, mut answer: Value) -> Result<()> {
     let mut out = stdout();
-    if as_json {
-        writeln!(out, "{answer:#}")?;
-    } else if answer["error"].is_null() {
+    if answer["error"].is_null() {
         // Metrics are lines.
         if !matches!(request, Request::Metrics) {
             text::one_line(&mut answer);
@@ -106,20 +132,7 @@ pub fn run(at: &Control, request: &Request) -> Result<()> {
         match request {
             Request::Ping => writeln!(out, "llama-sidecar listens at {}", text::path(socket))?,
             Request::Status => print_status(&mut out, &parsed(&answer)?)?,
-            Request::Reload => print_reloads(&mut out, &parsed(&answer)?)?,
-            Request::Swap { revert, overlays } => {
-                let reloads: Reloads = parsed(&answer)?;
-                print_reloads(&mut out, &reloads)?;
-                if overlays.is_empty() && reloads.reports.iter().all(is_idle) {
-                    let pattern = revert.as_deref().filter(|pattern| *pattern != ".*");
-                    let which = pattern.map(|pattern| format!(" that matches '{pattern}'"));
-                    writeln!(
-                        out,
-                        "nothing to restore: no tensor{} differs from the program's own file",
-                        which.unwrap_or_default()
-                    )?;
-                }
-            }
+            Request::Reload | Request::Swap { .. } => print_reloads(&mut out, &parsed(&answer)?)?,
             Request::Revert => {
                 let reloads: Reloads = parsed(&answer)?;
                 print_reloads(&mut out, &reloads)?;
@@ -167,9 +180,14 @@ pub fn run(at: &Control, request: &Request) -> Result<()> {
             Request::RoundEnd => writeln!(out, "the program ends")?,
         }
     }
-    done(&answer)?;
+    finish(request, &answer)
+}
+
+/// Fails if a reply reports a failure, also of a round.
+fn finish(request: &Request, answer: &Value) -> Result<()> {
+    done(answer)?;
     if let Request::Round { .. } = request {
-        let Round { round, exit, .. } = parsed(&answer)?;
+        let Round { round, exit, .. } = parsed(answer)?;
         ensure!(
             exit == 0,
             "round {round} failed: read what the program printed"
@@ -216,11 +234,16 @@ pub fn reload(at: &Control, server: &ServerOptions) -> Result<()> {
         }
     }
     erased.transpose()?;
-    done(&answer)
+    done(&answer)?;
+    let reloads: Reloads = parsed(&answer)?;
+    match at.json || reloads.reports.iter().all(is_idle) {
+        true => Ok(()),
+        false => say_undo(socket, "undo"),
+    }
 }
 
 /// Fails if a reply reports a failure.
-fn done(answer: &Value) -> Result<()> {
+pub fn done(answer: &Value) -> Result<()> {
     let reply: Reply = parsed(answer)?;
     if !reply.ok || reply.error.is_some() {
         let reasons = "not everything was used: see the reasons above, or run with --json";

@@ -6,9 +6,8 @@
 //! [`witness`] in the group reports the signals that it gets.
 
 use std::collections::BTreeMap;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
@@ -21,12 +20,13 @@ use rustix::process::{
     Pid, Resource, Rlimit, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group,
     set_parent_process_death_signal, setrlimit, test_kill_process_group, waitid,
 };
-use sidecar_core::text;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::exfiltrator::origin::WithOrigin;
 use signal_hook::iterator::{Signals, SignalsInfo};
 use signal_hook::low_level::emulate_default_handler;
 use signal_hook::low_level::siginfo::{Cause, Origin};
+
+use crate::words::quoted;
 
 use crate::interruption;
 
@@ -249,33 +249,6 @@ pub fn cause(errors: &str) -> Option<&str> {
     lines.clone().find(reports).or(lines.next_back())
 }
 
-/// Quotes the words of a command for a shell, in one line.
-pub fn quoted_words(words: &[impl AsRef<OsStr>]) -> String {
-    let words: Vec<String> = words.iter().map(|word| quoted(word.as_ref())).collect();
-    words.join(" ")
-}
-
-/// Quotes a word for a shell, in one line.
-pub fn quoted(word: &OsStr) -> String {
-    let text = word.to_string_lossy();
-    if word
-        .to_str()
-        .is_none_or(|text| text.contains(text::is_hidden))
-    {
-        let byte = |byte: &u8| match byte {
-            b'\'' | b'\\' | ..b' ' | 0x7f.. => format!("\\x{byte:02x}"),
-            plain => char::from(*plain).to_string(),
-        };
-        let bytes = word.as_bytes().iter().map(byte);
-        return format!("$'{}'", bytes.collect::<String>());
-    }
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
-    match !text.is_empty() && text.chars().all(plain) {
-        true => text.into_owned(),
-        false => format!("'{}'", text.replace('\'', "'\\''")),
-    }
-}
-
 /// Returns a command for others to read: without keys, and without the user's folder.
 pub fn without_secrets(words: &[OsString]) -> String {
     let home = std::env::var("HOME").unwrap_or_default();
@@ -305,24 +278,5 @@ mod tests {
             without_secrets(&words),
             "llama-server --api-key ... -m 'a model.gguf'"
         );
-    }
-
-    #[test]
-    fn words_come_back_from_a_shell() {
-        let words = [
-            "plain",
-            "two words",
-            "it's",
-            "",
-            "$HOME",
-            "\u{1b}[31mä'\\\n0",
-        ];
-        let words = words.iter().map(|word| word.as_bytes());
-        for word in words.chain([&b"\xff1"[..]]) {
-            let script = format!("printf %s {}", quoted(OsStr::from_bytes(word)));
-            assert!(!script.contains(text::is_hidden), "{script}");
-            let output = Command::new("bash").args(["-c", &script]).output();
-            assert_eq!(output.expect("a shell").stdout, word);
-        }
     }
 }

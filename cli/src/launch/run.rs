@@ -16,11 +16,12 @@ use sidecar_core::protocol::{Event, NoEffect};
 use sidecar_core::{summary, text, trace};
 
 use crate::control::{self, sockets};
-use crate::launch::child::{self, Group, quoted, quoted_words};
+use crate::launch::child::{self, Group};
 use crate::launch::crashes::Start;
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{Events, JOURNAL, Journal};
 use crate::launch::{gains, own_cache, proof};
+use crate::words::{quoted, quoted_words};
 
 /// A command and the settings of the drop-in in it.
 #[derive(clap::Args)]

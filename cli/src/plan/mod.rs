@@ -29,10 +29,10 @@ use sidecar_core::protocol::Event;
 use sidecar_core::text;
 
 use crate::deadline::LONGEST;
-use crate::launch::child::quoted_words;
 use crate::output::progress;
 use crate::report::stream::Sizes;
 use crate::trial::{Interrupted, Program, prompts};
+use crate::words::quoted_words;
 
 /// Tokens of the answer of a run, at most.
 const ANSWER: u32 = 64;

@@ -1,4 +1,4 @@
-//! `llama-sidecar swap`: replacing tensors in a model's files, and restoring them.
+//! `llama-sidecar swap`: replacing tensors in a model's files. `undo` restores them.
 
 use std::collections::HashMap;
 use std::ffi::CStr;
@@ -15,9 +15,8 @@ use sidecar_core::protocol::{Request, Status};
 use sidecar_core::reload::{LoadedModel, check_tensor};
 use sidecar_core::text;
 
-use crate::control::{self, Control, Limit, server, sockets};
+use crate::control::{self, Control, server};
 use crate::interruption;
-use crate::launch::child::quoted;
 use crate::launch::executable::Executable;
 use crate::launch::hooks;
 use crate::space::{self, Need};
@@ -28,12 +27,11 @@ use crate::swap::rewrite::{self, Draft, Written};
 use crate::swap::target::Target;
 use crate::temporary::Temporary;
 use crate::tune;
+use crate::words::quoted;
 
 /// The forms of the command.
 pub const USAGE: &str = "llama-sidecar swap MODEL --tensor REGEX --from GGUF [--as TYPE] [OPTIONS]
-       llama-sidecar swap MODEL --restore [--tensor REGEX] [OPTIONS]
-       llama-sidecar swap --live [SOCKET] --tensor REGEX --from GGUF [--as TYPE]
-       llama-sidecar swap --live [SOCKET] --restore [--tensor REGEX]";
+       llama-sidecar swap --live [-s SOCKET] --tensor REGEX --from GGUF [--as TYPE]";
 
 /// The model, and the tensors to replace.
 #[derive(clap::Args)]
@@ -42,34 +40,27 @@ pub struct SwapOptions {
     #[arg(required_unless_present = "live")]
     model: Option<PathBuf>,
     /// Tensors whose whole name matches this regular expression.
-    #[arg(long, value_name = "REGEX", required_unless_present = "restore")]
-    tensor: Option<Regex>,
+    #[arg(long, value_name = "REGEX")]
+    tensor: Regex,
     /// The model with the new tensors: any shard of it.
-    #[arg(long, value_name = "GGUF", required_unless_present = "restore")]
-    from: Option<PathBuf>,
-    /// Restore the original tensors: all, or those that match --tensor.
-    #[arg(long, conflicts_with = "from")]
-    restore: bool,
+    #[arg(long, value_name = "GGUF")]
+    from: PathBuf,
     /// Print the changes, and make none.
     #[arg(long)]
     dry_run: bool,
     /// Also change a file that is named by the hash of its content, as in caches of downloads.
     #[arg(long, conflicts_with = "live")]
     force: bool,
-    /// Reload the files in the program that listens at this socket, and wait for the result.
-    #[arg(long, value_name = "SOCKET")]
-    reload: Option<PathBuf>,
-    /// Swap in the program that listens at this socket, and leave its files as they are. Without a socket: in the only
-    /// program that 'run' has started without one.
-    #[arg(long, value_name = "SOCKET", num_args = 0..=1, conflicts_with_all = ["model", "dry_run", "reload"])]
-    live: Option<Option<PathBuf>>,
+    /// Also reload the files in a running program, and wait for the result.
+    #[arg(long)]
+    reload: bool,
+    /// Swap in a running program, and leave its files as they are.
+    #[arg(long, conflicts_with_all = ["model", "dry_run", "reload"])]
+    live: bool,
     #[command(flatten)]
-    limit: Limit,
-    /// Print the reply of the running program as JSON.
-    #[arg(long, requires = "live")]
-    json: bool,
+    at: Control,
     /// Quantise the tensors of --from to this type first, for example q4_K.
-    #[arg(long = "as", value_name = "TYPE", requires = "from")]
+    #[arg(long = "as", value_name = "TYPE")]
     as_type: Option<String>,
     /// An importance matrix of llama-imatrix, for quantising.
     #[arg(long, value_name = "FILE", requires = "as_type")]
@@ -89,17 +80,15 @@ struct Source {
 }
 
 impl SwapOptions {
-    /// Returns the new tensors, quantised if the options name a type; `None` for a restore.
-    fn source(&self) -> Result<Option<Source>> {
-        let (Some(tensor), Some(from)) = (&self.tensor, &self.from) else {
-            return Ok(None);
-        };
+    /// Returns the new tensors, quantised if the options name a type.
+    fn source(&self) -> Result<Source> {
+        let (tensor, from) = (&self.tensor, &self.from);
         let Some(ty) = &self.as_type else {
-            return Ok(Some(Source {
+            return Ok(Source {
                 tensor: tensor.clone(),
                 path: from.clone(),
                 _folder: None,
-            }));
+            });
         };
         interruption::end_at_signals()?;
         let (folder, imatrix) = (Temporary::new()?, self.imatrix.as_deref());
@@ -108,34 +97,21 @@ impl SwapOptions {
         let in_use = self.in_use(status.as_ref())?;
         let made = tune::quantize(from, tensor, ty, imatrix, &library, &in_use, folder.path())?;
         let names: Vec<String> = made.names.iter().map(|name| regex::escape(name)).collect();
-        Ok(Some(Source {
+        Ok(Source {
             tensor: Regex::new(&names.join("|"))?,
             path: made.path,
             _folder: Some(folder),
-        }))
-    }
-
-    /// Returns the socket of the program to swap in.
-    fn live(&self) -> Option<&PathBuf> {
-        self.live.as_ref().and_then(Option::as_ref)
-    }
-
-    /// Returns a program's socket, and how its replies are used.
-    fn at(&self, socket: &Path) -> Control {
-        Control {
-            socket: Some(socket.to_owned()),
-            limit: self.limit,
-            json: self.json,
-        }
+        })
     }
 
     /// Returns what the program that listens reports, if the options name one.
     fn status(&self) -> Result<Option<Status>> {
-        let Some(socket) = self.live().or(self.reload.as_ref()) else {
+        if !self.live && !self.reload {
             return Ok(None);
-        };
+        }
+        let socket = &self.at.socket()?;
         control::check_connection(socket, &Request::Reload)?;
-        let answer = control::ask(socket, &Request::Status, self.limit)?;
+        let answer = control::ask(socket, &Request::Status, self.at.limit)?;
         Ok(Some(control::parsed(&answer)?))
     }
 
@@ -238,48 +214,85 @@ impl Wanted<'_> {
     }
 }
 
+/// A swap of tensors in files.
+struct Job<'a> {
+    model: &'a Path,
+    /// The tensors; all if there is none.
+    tensor: Option<&'a Regex>,
+    /// The new tensors, and the model that the user named for them; `None` for the originals.
+    source: Option<(&'a Source, &'a Path)>,
+    force: bool,
+    dry_run: bool,
+}
+
 /// Swaps, and reloads the files in a program if one is named.
 pub fn run(mut options: SwapOptions) -> Result<()> {
-    if let Some(socket @ None) = &mut options.live {
-        *socket = Some(sockets::only()?);
+    if options.live || options.reload {
+        options.at.socket = Some(options.at.socket()?);
+    } else {
+        let is_variable = std::env::var_os("LLAMA_SIDECAR_CONTROL").is_some();
+        ensure!(
+            options.at.socket.is_none() || is_variable,
+            "--socket names a running program: also pass --live or --reload"
+        );
     }
+    ensure!(
+        !options.at.json || options.live,
+        "--json prints the reply of a running program: also pass --live"
+    );
     let options = &options;
     let source = options.source()?;
-    let model = match (&options.model, options.live()) {
-        (Some(model), None) => model,
-        (_, Some(socket)) => {
-            let at = options.at(socket);
-            return match (&source, &options.from) {
-                (Some(of), Some(named)) => live::set(&at, of.tensor.as_str(), &of.path, named),
-                _ => live::restore(&at, options.tensor.as_ref().map(Regex::as_str)),
-            };
-        }
-        (None, None) => bail!("name a model, or a socket with --live"),
+    let Some(model) = &options.model else {
+        return live::set(
+            &options.at,
+            source.tensor.as_str(),
+            &source.path,
+            &options.from,
+        );
     };
-    let changed = swap(model, options, source.as_ref())?;
-    match options.restore {
-        _ if !changed => {}
-        true => println!("done: the original tensors are back"),
-        false => println!(
-            "done; undo it with: llama-sidecar swap {} --restore",
+    let job = Job {
+        model,
+        tensor: Some(&source.tensor),
+        source: Some((&source, &options.from)),
+        force: options.force,
+        dry_run: options.dry_run,
+    };
+    let changed = swap(&job)?;
+    if changed {
+        println!(
+            "done; undo it with: llama-sidecar undo {}",
             quoted(model.as_os_str())
-        ),
+        );
     }
-    match &options.reload {
-        Some(socket) if changed => {
-            control::reload(&options.at(socket), &server::ServerOptions::default())
-        }
-        _ => Ok(()),
+    match options.reload && changed {
+        true => control::reload(&options.at, &server::ServerOptions::default()),
+        false => Ok(()),
     }
 }
 
+/// Puts the original tensors of a model's files back, all or those that match, and returns whether anything changed.
+pub fn restore(model: &Path, tensor: Option<&Regex>, dry_run: bool) -> Result<bool> {
+    let changed = swap(&Job {
+        model,
+        tensor,
+        source: None,
+        force: true,
+        dry_run,
+    })?;
+    if changed {
+        println!("done: the original tensors are back");
+    }
+    Ok(changed)
+}
+
 /// Swaps, and returns whether anything changed.
-fn swap(path: &Path, options: &SwapOptions, source: Option<&Source>) -> Result<bool> {
+fn swap(job: &Job<'_>) -> Result<bool> {
+    let path = job.model;
     let path_of = |file: &GgufFile| file.source.path().to_owned();
     let paths = open_model(path, Access::Read)?;
     let paths: Vec<_> = paths.iter().map(path_of).collect();
     let targets = Target::lock_all(&paths)?;
-    if source.is_some() && !options.force {
+    if job.source.is_some() && !job.force {
         targets.iter().try_for_each(Target::check_name)?;
     }
     // Opened again, because another swap may have replaced it before the lock.
@@ -289,8 +302,7 @@ fn swap(path: &Path, options: &SwapOptions, source: Option<&Source>) -> Result<b
         "another program changed {}: try again when that program has ended",
         text::path(path)
     );
-    let tensor = source.map(|source| &source.tensor);
-    let wanted = Wanted::new(tensor.or(options.tensor.as_ref()), &model)?;
+    let wanted = Wanted::new(job.tensor, &model)?;
     let mut kept = Vec::new();
     for (file, target) in model.iter().zip(&targets) {
         kept.push(match wanted.of(file).is_empty() {
@@ -299,12 +311,14 @@ fn swap(path: &Path, options: &SwapOptions, source: Option<&Source>) -> Result<b
         });
     }
     let files: Vec<_> = model.iter().zip(&targets).zip(&kept).collect();
-    let sources = source.map(|source| open_model(&source.path, Access::Read));
+    let sources = job
+        .source
+        .map(|(source, _)| open_model(&source.path, Access::Read));
     let sources = sources.transpose()?;
     let mut plan = Plan::default();
     match &sources {
         Some(sources) => {
-            let named = options.from.as_deref().unwrap_or(path);
+            let named = job.source.map_or(path, |(_, named)| named);
             plan_swap(&mut plan, &files, sources, named, &wanted)?;
         }
         None => plan_restore(&mut plan, &files, &wanted)?,
@@ -320,12 +334,13 @@ fn swap(path: &Path, options: &SwapOptions, source: Option<&Source>) -> Result<b
         );
     }
     if sources.is_none() && kept.iter().all(Vec::is_empty) {
-        bail!(
-            "{} has no file of originals: no swap changed the model, or all tensors are restored already",
+        println!(
+            "nothing to undo: {} has no file of originals: no swap changed the model, or all tensors are restored already",
             text::path(path)
         );
+        return Ok(false);
     }
-    carry_out(plan, options)
+    carry_out(plan, job)
 }
 
 /// A file of the model, its lock, and its files of originals.
@@ -462,11 +477,11 @@ fn change<'a>(
 }
 
 /// Writes all new files, and then renames them.
-fn carry_out(plan: Plan<'_>, options: &SwapOptions) -> Result<bool> {
+fn carry_out(plan: Plan<'_>, job: &Job<'_>) -> Result<bool> {
     if plan.changes.is_empty() {
-        let what = match options.restore {
-            true => "the original ones",
-            false => "the same",
+        let what = match job.source {
+            None => "the original ones",
+            Some(_) => "the same",
         };
         println!(
             "all {} tensors are {what} already: nothing to do",
@@ -493,7 +508,7 @@ fn carry_out(plan: Plan<'_>, options: &SwapOptions) -> Result<bool> {
         );
         need.check()?;
     }
-    if options.dry_run {
+    if job.dry_run {
         println!("dry run: nothing was changed");
         return Ok(false);
     }
@@ -516,7 +531,7 @@ fn carry_out(plan: Plan<'_>, options: &SwapOptions) -> Result<bool> {
         locks.push(match locks.len() {
             0 => placed?,
             done => placed.with_context(|| {
-                format!("{done} of {files} files are swapped: swap again for the rest, or restore them with --restore")
+                format!("{done} of {files} files are swapped: swap again for the rest, or return them with 'llama-sidecar undo'")
             })?,
         });
     }

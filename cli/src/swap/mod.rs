@@ -18,4 +18,4 @@ mod part;
 mod rewrite;
 mod target;
 
-pub use command::{SwapOptions, USAGE, run};
+pub use command::{SwapOptions, USAGE, restore, run};

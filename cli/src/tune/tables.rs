@@ -14,8 +14,8 @@ use super::record::write_atomically;
 use super::results::{Goal, Recipe, Results};
 use super::sweep::Plan;
 use crate::evaluation::statistics::{Figure, Statistics};
-use crate::launch::child::quoted;
 use crate::sizes::{Table, size_text};
+use crate::words::quoted;
 
 /// The value of GGUF-Tool-Suite for what was not measured.
 const UNMEASURED: &str = "404";

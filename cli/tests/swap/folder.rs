@@ -53,7 +53,7 @@ fn concurrent_swaps_are_all_kept() {
         assert!(output.status.success(), "{}", said(&output));
     }
     assert_eq!(bytes(&it.model), bytes(&it.other));
-    succeeds(&[&it.model, "--restore"]);
+    succeeds(&["undo", &it.model]);
     assert_eq!(bytes(&it.model), before);
     assert_eq!(it.files(), ["model.gguf", "other.gguf"]);
 }
@@ -84,7 +84,7 @@ fn a_swap_waits_for_another_and_takes_its_result() {
     drop(lock);
     assert!(child.wait().expect("it ends").success());
     assert_eq!(bytes(&it.model), other.bytes());
-    succeeds(&[&it.model, "--restore"]);
+    succeeds(&["undo", &it.model]);
     assert_eq!(bytes(&it.model), half.bytes());
 }
 
@@ -186,7 +186,7 @@ fn owner_group_and_mode_stay() {
     let expected = (NOBODY, NOBODY - 1, 0o640);
     assert_eq!(of(&it.model), expected);
     assert_eq!(of(&it.at("model.gguf.originals")), expected);
-    succeeds(&[&it.model, "--restore"]);
+    succeeds(&["undo", &it.model]);
     assert_eq!(of(&it.model), expected);
 }
 
@@ -271,7 +271,7 @@ fn access_lists_and_attributes_stay() {
     assert_eq!(get("user.xdg.origin.url").as_deref(), Some(&origin[..]));
     assert_eq!(get(ACCESS), Some(access.clone()));
     assert_eq!(mode(), before);
-    succeeds(&[&it.model, "--restore"]);
+    succeeds(&["undo", &it.model]);
     assert_eq!(get(ACCESS), Some(access.clone()));
     // A list that the folder gives to new files is not given to a model that has none.
     xattr::remove(&it.model, ACCESS).expect("it was there");
@@ -308,7 +308,7 @@ fn a_link_stays_one_and_the_file_behind_it_changes() {
         ["blobs", "model.gguf", "other.gguf", "snapshots"]
     );
     // By another name of the same file.
-    succeeds(&[&link, "--restore"]);
+    succeeds(&["undo", &link]);
     assert_eq!(bytes(&it.model), before);
     assert_eq!(files(it.at("blobs").as_ref()), ["0123"]);
 }
@@ -337,7 +337,7 @@ fn links_to_shards_are_followed_one_by_one() {
         ["blob1", "blob1.originals", "blob2", "blob2.originals"]
     );
     assert_eq!(files(&links).len(), 2);
-    succeeds(&[&model, "--restore"]);
+    succeeds(&["undo", &model]);
     assert_eq!(files(&real), ["blob1", "blob2"]);
 }
 
@@ -351,7 +351,7 @@ fn shapes_that_differ_in_trailing_ones_are_the_same() {
         let it = pair(&of(old, F32, 1), &of(new, Q8_0, 2));
         succeeds(&it.tensors(".*norm.*"));
         assert_eq!(bytes(&it.model), of(old, Q8_0, 2).bytes());
-        succeeds(&[&it.model, "--restore"]);
+        succeeds(&["undo", &it.model]);
         assert_eq!(bytes(&it.model), of(old, F32, 1).bytes());
     }
 }
@@ -407,6 +407,6 @@ fn a_rename_that_fails_leaves_every_file_with_its_originals() {
     drop(immutable);
     succeeds(&arguments);
     assert_eq!(bytes(&shards[1]), bytes(&from[1]));
-    succeeds(&[arguments[0], "--restore"]);
+    succeeds(&["undo", arguments[0]]);
     assert_eq!(shards.iter().map(bytes).collect::<Vec<_>>(), before);
 }

@@ -29,7 +29,7 @@ impl Fixture {
         for name in [FIRST, SECOND] {
             fails(&[&self.model, "--tensor", name, "--from", &third], with);
         }
-        fails(&[&self.model, "--restore"], with);
+        fails(&["undo", &self.model], with);
         assert_eq!(self.files(), names);
         for (name, content) in names.iter().zip(contents) {
             assert_eq!(read(name), content, "{name}");
@@ -65,10 +65,10 @@ fn originals_behind_a_link_are_refused_wherever_it_leads() {
     std::os::unix::fs::symlink(&disk, it.originals()).expect("a link");
     it.refuses(&["it is a link"]);
     fs::rename(&disk, it.at("away")).expect("a folder");
-    fails(&[&it.model, "--restore"], &["it is a link"]);
+    fails(&["undo", &it.model], &["it is a link"]);
     fs::remove_file(it.originals()).expect("a link");
     fs::rename(it.at("away"), it.originals()).expect("a folder");
-    succeeds(&[&it.model, "--restore"]);
+    succeeds(&["undo", &it.model]);
 }
 
 #[test]
@@ -80,7 +80,7 @@ fn originals_survive_another_time_of_modification() {
     let touched = file.expect("a model").set_modified(SystemTime::UNIX_EPOCH);
     touched.expect("a time");
     succeeds(&it.tensors(SECOND));
-    succeeds(&[&it.model, "--restore"]);
+    succeeds(&["undo", &it.model]);
     assert_eq!(bytes(&it.model), before);
     assert_eq!(it.files(), ["model.gguf", "other.gguf"]);
 }
@@ -94,7 +94,7 @@ fn a_copy_of_model_and_originals_can_be_restored() {
     fs::copy(&it.model, &copy).expect("a copy");
     fs::copy(it.originals(), it.at("copy.gguf.originals")).expect("a copy");
     succeeds(&[&copy, "--tensor", SECOND, "--from", &it.other]);
-    succeeds(&[&copy, "--restore"]);
+    succeeds(&["undo", &copy]);
     assert_eq!(bytes(&copy), before);
 }
 
@@ -122,7 +122,7 @@ fn a_tensor_that_no_swap_wrote_stops_swap_and_restore() {
         let edited = bytes(&it.model);
         fs::rename(it.originals(), &moved).expect("a rename");
         succeeds(&it.tensors(SECOND));
-        succeeds(&[&it.model, "--restore"]);
+        succeeds(&["undo", &it.model]);
         assert_eq!(bytes(&it.model), edited);
         succeeds(&[&it.model, "--tensor", FIRST, "--from", &moved]);
         let header = model(Q4_0, 10, 32).header();
@@ -157,7 +157,7 @@ fn the_original_download_in_place_of_the_swapped_file_needs_no_restore() {
         .expect("a model");
     let before = bytes(&it.model);
     succeeds(&it.tensors(SECOND));
-    succeeds(&[&it.model, "--restore"]);
+    succeeds(&["undo", &it.model]);
     assert_eq!(bytes(&it.model), before);
     assert_eq!(it.files(), ["model.gguf", "other.gguf"]);
 }
@@ -171,7 +171,7 @@ fn originals_that_came_from_another_file_are_dropped() {
     succeeds(&it.tensors(".*ffn.*"));
     let back = |regex| [it.model.as_str(), "--tensor", regex, "--from", &download];
     succeeds(&back(FIRST));
-    let rest = succeeds(&[&it.model, "--restore", "--dry-run"]);
+    let rest = succeeds(&["undo", &it.model, "--dry-run"]);
     assert!(rest.contains("1 of 4 tensors change"), "{rest}");
     succeeds(&back(".*"));
     assert_eq!(bytes(&it.model), before);
@@ -204,7 +204,7 @@ fn damaged_originals_stop_swap_and_restore() {
         let mut content = good.clone();
         content[at] ^= 1 << (at % 8);
         put(&content);
-        let output = swap(&[&it.model, "--restore"]);
+        let output = swap(&["undo", &it.model]);
         match output.status.code() {
             Some(0) => assert_eq!(bytes(&it.model), before, "{at}: {}", said(&output)),
             Some(1) => assert_eq!(bytes(&it.model), swapped, "{at}: {}", said(&output)),
@@ -213,7 +213,7 @@ fn damaged_originals_stop_swap_and_restore() {
         fs::write(&it.model, &swapped).expect("a file");
     }
     put(&good);
-    succeeds(&[&it.model, "--restore"]);
+    succeeds(&["undo", &it.model]);
     assert_eq!(bytes(&it.model), before);
 }
 
@@ -237,7 +237,7 @@ fn files_that_are_no_originals_stop_swap_and_restore() {
     fs::remove_file(it.originals()).expect("it was there");
     fs::create_dir(it.originals()).expect("a folder");
     fails(&it.tensors(FIRST), &["expected a regular file"]);
-    fails(&[&it.model, "--restore"], &["expected a regular file"]);
+    fails(&["undo", &it.model], &["expected a regular file"]);
 }
 
 #[test]
@@ -248,17 +248,16 @@ fn an_interruption_between_renames_loses_nothing() {
     let reach = |steps: &[&[&str]]| {
         let it = Fixture::new(32);
         for step in steps {
-            let rest: &[&str] = match step.contains(&"--restore") {
-                true => &[],
-                false => &["--from", &it.other],
-            };
-            succeeds(&[&[it.model.as_str()], *step, rest].concat());
+            succeeds(&match step.strip_prefix(&["undo"]) {
+                Some(rest) => [&["undo", &it.model], rest].concat(),
+                None => [&[it.model.as_str()], *step, &["--from", &it.other]].concat(),
+            });
         }
         it
     };
     let (a, b): (&[&str], &[&str]) = (&["--tensor", FIRST], &["--tensor", SECOND]);
-    let back: &[&str] = &["--restore", "--tensor", FIRST];
-    let all: &[&str] = &["--restore"];
+    let back: &[&str] = &["undo", "--tensor", FIRST];
+    let all: &[&str] = &["undo"];
     for (first, last) in [
         (vec![], a),
         (vec![a], b),
@@ -277,7 +276,7 @@ fn an_interruption_between_renames_loses_nothing() {
             }
             // Whatever comes next, all can go back.
             succeeds(&from.tensors(SECOND));
-            succeeds(&[&from.model, "--restore"]);
+            succeeds(&["undo", &from.model]);
             assert_eq!(bytes(&from.model), before, "{first:?} {last:?} {renamed}");
             assert_eq!(from.files(), ["model.gguf", "other.gguf"]);
         }
@@ -290,10 +289,10 @@ fn an_interrupted_restore_is_finished() {
     let before = bytes(&it.model);
     succeeds(&it.tensors(".*ffn.*"));
     fs::write(&it.model, &before).expect("a file");
-    let dry = succeeds(&[&it.model, "--restore", "--dry-run"]);
+    let dry = succeeds(&["undo", &it.model, "--dry-run"]);
     assert!(dry.contains("nothing to do"), "{dry}");
     assert!(Path::new(&it.originals()).exists());
-    succeeds(&[&it.model, "--restore"]);
+    succeeds(&["undo", &it.model]);
     assert_eq!(bytes(&it.model), before);
     assert_eq!(it.files(), ["model.gguf", "other.gguf"]);
 }
@@ -317,8 +316,8 @@ fn padding_and_what_follows_the_data_come_back_too() {
         fs::write(&it.model, &before).expect("a file");
         succeeds(&it.tensors(FIRST));
         succeeds(&it.tensors(SECOND));
-        succeeds(&[&it.model, "--restore", "--tensor", FIRST]);
-        succeeds(&[&it.model, "--restore"]);
+        succeeds(&["undo", &it.model, "--tensor", FIRST]);
+        succeeds(&["undo", &it.model]);
         assert_eq!(bytes(&it.model), before);
     }
 }
@@ -336,12 +335,12 @@ fn a_shard_whose_originals_do_not_fit_stops_them_all() {
     let len = bytes(&model[1]).len();
     edit(&path(&model[1]), len - 40, b"edited");
     fails(
-        &[&first, "--restore"],
+        &["undo", &first],
         &["00002-of-00002.gguf.originals does not fit"],
     );
     assert_eq!(bytes(&model[0]), before);
     // The other one can go back alone.
-    succeeds(&[&first, "--restore", "--tensor", "blk.1.*"]);
+    succeeds(&["undo", &first, "--tensor", "blk.1.*"]);
     let again = tempfile::tempdir().expect("a folder");
     assert_eq!(bytes(&model[0]), bytes(shard(again.path(), 1, 2, Q4_0)));
 }

@@ -101,6 +101,9 @@ pub struct Status {
     /// What was requested and had no effect.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub no_effect: Vec<NoEffect>,
+    /// The margin of the start within which experts in memory are preferred, if they are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub margin: Option<f32>,
     /// Why there are no models, if there are none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub no_model: Option<String>,
@@ -191,6 +194,8 @@ pub struct ModelStatus {
     pub uncounted: Option<Uncounted>,
     /// Which hot-swap works, if a variable turned on the program's own and the drop-in's.
     pub hotswaps: Option<String>,
+    /// Whether a file at one of the paths is another one than the program knows, or was written.
+    pub differs: bool,
 }
 
 /// Layers that were evaluated and whose expert counts are zero.

@@ -311,7 +311,7 @@ impl<'a> Steps<'a> {
             return Ok(());
         }
         let before = self.generation();
-        let output = self.place.when_full(|| self.swap(&[]))??;
+        let output = self.place.when_full(|| self.swap("swap"))??;
         self.dwell();
         if output.status.success() {
             self.failures
@@ -322,21 +322,20 @@ impl<'a> Steps<'a> {
         Ok(())
     }
 
-    fn swap(&self, more: &[&str]) -> Result<Output> {
+    fn swap(&self, name: &str) -> Result<Output> {
         let (model, from) = (self.place.model(), self.files[1]);
         let (model, from) = (model.to_string_lossy(), from.to_string_lossy());
-        let swap = ["swap", &*model, "--tensor", DIFFERENT];
-        match more {
-            [] => self.command(&[&swap[..], &["--from", &*from]].concat()),
-            _ => self.command(&[&swap[..2], more].concat()),
+        match name {
+            "undo" => self.command(&[name, &*model]),
+            _ => self.command(&[name, &*model, "--tensor", DIFFERENT, "--from", &*from]),
         }
     }
 
     fn swap_by_command(&mut self) -> Result<()> {
-        for (model, more) in [(1, &[][..]), (0, &["--restore"])] {
+        for (model, name) in [(1, "swap"), (0, "undo")] {
             self.load.tell(None, false);
-            let output = self.swap(more)?;
-            ensure!(output.status.success(), "llama-sidecar swap: {output:?}");
+            let output = self.swap(name)?;
+            ensure!(output.status.success(), "llama-sidecar {name}: {output:?}");
             // Nothing is between the rename and the command but the watching thread.
             self.erase()?;
             self.wait_for(model)?;
