@@ -95,7 +95,13 @@ fn mask(server: &Server, experts: &Experts) {
     let output = with_experts(
         experts,
         &[
-            "ctl", "mask", "--socket", socket, "--clear", "--file", "FILE",
+            "ctl",
+            "mask",
+            "--socket",
+            socket,
+            "--clear",
+            "--experts",
+            "FILE",
         ],
     );
     assert!(output.status.success(), "{output:?}");
@@ -395,7 +401,7 @@ fn masks_that_cannot_be_are_refused() {
         let socket = server.socket().to_str().expect("a name");
         let output = with_experts(
             experts,
-            &["ctl", "mask", "--socket", socket, "--file", "FILE"],
+            &["ctl", "mask", "--socket", socket, "--experts", "FILE"],
         );
         let error = String::from_utf8_lossy(&output.stderr);
         assert!(

@@ -250,7 +250,7 @@ fn what_margins_cannot_measure_is_named() {
     let short = folder.path().join("short.txt");
     std::fs::write(&short, "Once upon a time").expect("free space");
     let short = short.to_str().expect("a name");
-    let memory = ["--memory", "100"];
+    let memory = ["--memory", "100M"];
     for (model, text, more, reason) in [
         ("small.gguf", TEXT, &[][..], "has no experts"),
         ("small-moe.gguf", short, &[], "the text is too short"),
@@ -303,7 +303,7 @@ fn margins_are_measured() {
         "--margins",
         "0,1",
         "--memory",
-        MEMORY,
+        "16M",
         "--ctx",
         "128",
         "--chunks",

@@ -28,7 +28,7 @@ const MOST_LINES: [(&str, usize); 9] = [
     ("core", 20_650),
     ("src", 11_700),
     ("preload", 26_050),
-    ("cli", 24_700),
+    ("cli", 24_800),
     ("xtask", 10_100),
     ("testkit", 4_650),
     ("ggml-quantize", 600),

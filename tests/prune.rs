@@ -152,7 +152,7 @@ fn the_search_finds_experts_without_output() {
         without.insert(first, experts);
     }
     described.write(&model).expect("free space");
-    let share = ["--leave-out", "12.5%", "--rounds"];
+    let share = ["--leave-out", "12.5%", "--evaluations"];
     let by_saliency = found(&model, &[&share[..], &["8"]].concat());
     assert_eq!(by_saliency.experts, without);
     // Tokens use these experts as often as others. Without them, only the order of sums is another one.
@@ -191,7 +191,7 @@ fn the_search_finds_duplicates() {
     }
     described.write(&model).expect("free space");
     // One evaluation without those that contribute least, and one without duplicates.
-    let found = found(&model, &["--leave-out", "3.125%", "--rounds", "2"]);
+    let found = found(&model, &["--leave-out", "3.125%", "--evaluations", "2"]);
     for (layer, experts) in &found.experts {
         let pair = pair(*layer as u32);
         assert!(
@@ -234,7 +234,7 @@ fn the_search_finds_experts_that_are_never_chosen() {
         .expect("the command starts");
     assert!(traced.status.success(), "{traced:?}");
     for by in [["--by", "saliency"], ["--by", "count"], ["--trace", trace]] {
-        let arguments = [&["--leave-out", "12.5%", "--rounds", "4"][..], &by].concat();
+        let arguments = [&["--leave-out", "12.5%", "--evaluations", "4"][..], &by].concat();
         let found = found(&model, &arguments);
         assert_eq!(found.experts, never, "{by:?}");
         // None, also with other rounding, and four of each layer; and the same with the other text.
@@ -311,7 +311,7 @@ fn the_new_model_is_evaluated() {
     let to = [
         "--chunks",
         "4",
-        "--rounds",
+        "--evaluations",
         "1",
         "--json",
         "-o",
@@ -358,7 +358,7 @@ fn a_failure_loses_no_measurement() {
         short.to_str().expect("a name"),
         "--chunks",
         "4",
-        "--rounds",
+        "--evaluations",
         "1",
     ];
     let output = prune(
@@ -471,7 +471,14 @@ fn a_list_that_cannot_be_written_loses_no_measurement() {
     let [list, page] = [lost.join("list.json"), folder.path().join("report.html")];
     let [list, page] = [&list, &page].map(|path| path.to_str().expect("a name"));
     let more = [
-        "--chunks", "4", "--rounds", "1", "--save", list, "--report", page,
+        "--chunks",
+        "4",
+        "--evaluations",
+        "1",
+        "--save",
+        list,
+        "--report",
+        page,
     ];
     let mut command = measuring(&["prune"], &model, &[&SEARCH[..], &more].concat());
     let output = at_line(&mut command, "measuring how much", |_| {
@@ -528,7 +535,10 @@ fn a_list_is_measured() {
             &["--save", "list.json", "--text", TEXT][..],
             "cannot be used with",
         ),
-        (&["--rounds", "4", "--text", TEXT], "cannot be used with"),
+        (
+            &["--evaluations", "4", "--text", TEXT],
+            "cannot be used with",
+        ),
         (&["--json"], "--text <FILE>"),
         (&[], "--text FILE to measure"),
         (
@@ -561,7 +571,7 @@ fn a_list_is_measured() {
 fn an_interruption_loses_no_measurement_and_leaves_nothing() {
     use std::os::unix::process::ExitStatusExt;
     let model = fixture("small-moe.gguf");
-    let arguments = [&SEARCH[..], &["--chunks", "4", "--rounds", "100"]].concat();
+    let arguments = [&SEARCH[..], &["--chunks", "4", "--evaluations", "100"]].concat();
     for (line, lines, files) in [
         ("as it is", 0, &[][..]),
         ("measuring how much", 0, &[]),
@@ -592,7 +602,7 @@ fn an_interruption_loses_no_margin_and_leaves_nothing() {
         "--chunks",
         "2",
         "--memory",
-        "20",
+        "20M",
         "--margins",
         &margins,
     ];
@@ -618,7 +628,7 @@ fn a_layer_that_predicts_further_tokens_loses_as_many_experts() {
     let found = [
         "--leave-out",
         "25%",
-        "--rounds",
+        "--evaluations",
         "1",
         "--chunks",
         "2",

@@ -230,7 +230,7 @@ fn a_recipe_is_measured_as_a_new_process_measures_its_file() {
         "--bpw",
         "4.8",
         "--json",
-        "--write",
+        "-o",
         &text(&written),
     ];
     let output = done(&mut measure(&small.model, &work, &arguments));
@@ -470,7 +470,7 @@ fn results_state_what_a_user_must_know() {
         r"blk\.0\.ffn_.*",
         "--size",
         "1G",
-        "--write",
+        "-o",
     ];
     let mut command = measure(&source, &small.path("work"), &arguments);
     let output = done(command.arg(&written));
@@ -561,14 +561,14 @@ fn experts_and_types_are_chosen_together() {
         let arguments = [
             "--types",
             "q4_0",
-            "--cut",
+            "--experts",
             &text(&used),
-            "--cut",
+            "--experts",
             &text(&spare),
             "--size",
             &size,
             "--json",
-            "--write",
+            "-o",
             &text(&to),
         ];
         let output = done(&mut measure(&model, &work, &arguments));
@@ -622,7 +622,12 @@ fn experts_and_types_are_chosen_together() {
     ] {
         let bad = folder.path().join("bad.json");
         fs::write(&bad, list).expect("free space");
-        let refused = measure(&model, &work, &["--types", "q4_0", "--cut", &text(&bad)]).output();
+        let refused = measure(
+            &model,
+            &work,
+            &["--types", "q4_0", "--experts", &text(&bad)],
+        )
+        .output();
         let refused = String::from_utf8(refused.expect("it starts").stderr).expect("text");
         assert!(refused.contains(reason), "{refused}");
     }
@@ -714,7 +719,7 @@ fn a_model_with_scales_is_tuned_with_a_reference_that_has_none() {
         "--size",
         "1G",
         "--json",
-        "--write",
+        "-o",
         &text(&written),
     ];
     let output = done(&mut measure(&nvfp4, &work, &arguments));

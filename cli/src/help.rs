@@ -56,10 +56,16 @@ pub const RENAMED: [(&str, &str); 12] = [
 ];
 
 /// Options that commands had, and what takes their place.
-const REPLACED: [(&str, &str); 1] = [(
-    "--restore",
-    "'llama-sidecar undo MODEL' or 'llama-sidecar undo -s SOCKET'",
-)];
+const REPLACED: [(&str, &str); 5] = [
+    (
+        "--restore",
+        "'llama-sidecar undo MODEL' or 'llama-sidecar undo -s SOCKET'",
+    ),
+    ("--cut", "--experts"),
+    ("--file", "--experts"),
+    ("--rounds", "--evaluations"),
+    ("--write", "-o"),
+];
 
 /// Returns a command with its help by purpose.
 pub fn arrange(command: Command) -> Command {

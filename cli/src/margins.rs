@@ -18,7 +18,7 @@ use crate::evaluation::statistics::Statistics;
 use crate::output::{Outputs, progress};
 use crate::page;
 use crate::pruned::of_experts;
-use crate::sizes::{Table, percent, size_text};
+use crate::sizes::{Table, percent, size, size_text};
 
 /// The title of the page.
 const TITLE: &str = "Margins";
@@ -36,9 +36,9 @@ pub struct MarginsOptions {
     /// Margins to measure, with commas between them.
     #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "0,0.01,0.02,0.05,0.1,0.2", value_parser = margin)]
     margins: Vec<f32>,
-    /// MiB of memory for experts, to measure what a smaller machine gains; by default what is free.
-    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u32).range(1..))]
-    memory: Option<u32>,
+    /// Memory for experts, for example 4G, to measure what a smaller machine gains; by default what is free.
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    memory: Option<u64>,
     /// The folder for the base logits, which are removed at the end, and for the log, which stays after a failure. By default
     /// that of temporary files.
     #[arg(long, value_name = "DIR")]
@@ -165,8 +165,8 @@ pub fn run(options: &MarginsOptions) -> Result<()> {
         "{} has no experts: name a mixture of experts",
         text::path(&options.model)
     );
-    let fits = |mib: &u32| u64::from(*mib) << 20 >= bytes;
-    if let Some(mib) = options.memory.filter(fits) {
+    let memory = options.memory.map(|memory| memory.div_ceil(1 << 20));
+    if let Some(mib) = memory.filter(|mib| *mib >= bytes.div_ceil(1 << 20)) {
         bail!(
             "the experts take {}, and fit into {mib} MiB: pass a smaller --memory",
             size_text(bytes as f64)
@@ -179,9 +179,7 @@ pub fn run(options: &MarginsOptions) -> Result<()> {
         ("LLAMA_EXPERT_STREAM_PREFER", "0".into()),
         ("LLAMA_EXPERT_STREAM_ACCEPT_CHANGES", "1".into()),
     ];
-    let memory = options
-        .memory
-        .map(|mib| ("LLAMA_EXPERT_STREAM_MEMORY_MB", mib.to_string()));
+    let memory = memory.map(|mib| ("LLAMA_EXPERT_STREAM_MEMORY_MB", mib.to_string()));
     program.variables.extend(memory);
     let chunks = options.evaluation.chunks.or(Some(CHUNKS));
     let mut session = Session::new(

@@ -37,7 +37,7 @@ const CHECK: [(&str, &str); 6] = [
         "[{\"schema\":\"llama-sidecar/experts/1\",\"layer\":1,\"experts\":[2]}]\n",
     ),
     (
-        "tune MODEL --text TEXT --types q4_0 --program MISSING --bpw 4 --write OUT",
+        "tune MODEL --text TEXT --types q4_0 --program MISSING --bpw 4 -o OUT",
         "",
     ),
 ];

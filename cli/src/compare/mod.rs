@@ -60,7 +60,7 @@ pub struct CompareOptions {
     #[arg(long, value_name = "N", default_value_t = 600, value_parser = clap::value_parser!(u64).range(..=LONGEST))]
     seconds: u64,
     /// Where to write the comparison as JSON; a page with the same name and .html is beside it.
-    #[arg(short, long, value_name = "PATH", default_value = "compare.json")]
+    #[arg(short, long, value_name = "FILE", default_value = "compare.json")]
     output: PathBuf,
     #[command(flatten)]
     outputs: Outputs,

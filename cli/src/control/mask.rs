@@ -14,15 +14,14 @@ const MOST_EXPERTS: u32 = 1 << 16;
 /// Which experts are masked.
 #[derive(clap::Args)]
 pub struct MaskOptions {
-    /// The layer of --experts.
-    #[arg(long, requires = "experts")]
-    layer: Option<u32>,
-    /// Numbers of experts, such as 3,17 or 0-3; they take the place of those that were masked in the layer.
-    #[arg(long, value_name = "LIST", value_parser = numbers, requires = "layer")]
-    experts: Option<Numbers>,
-    /// A file with masks of several layers, as JSON: [{"layer": 3, "experts": [3, 17]}, ...].
+    /// A layer and numbers of experts, such as 12:3,17 or 12:0-3; may be repeated.
+    ///
+    /// They take the place of those that were masked in the layer.
+    #[arg(long, value_name = "LAYER:LIST", value_parser = layer)]
+    layer: Vec<LayerMask>,
+    /// A file with experts of several layers, as JSON: [{"layer": 3, "experts": [3, 17]}, ...].
     #[arg(long, value_name = "FILE", conflicts_with = "layer")]
-    file: Option<PathBuf>,
+    experts: Option<PathBuf>,
     /// Remove all other masks.
     #[arg(long)]
     clear: bool,
@@ -31,17 +30,13 @@ pub struct MaskOptions {
 impl MaskOptions {
     /// Returns the request.
     pub fn request(self) -> Result<Request> {
-        let mut masks = match &self.file {
+        let masks = match &self.experts {
             Some(path) => read(path)?,
-            None => Vec::new(),
+            None => self.layer,
         };
-        masks.extend(self.layer.map(|layer| LayerMask {
-            layer,
-            experts: self.experts.map_or_else(Vec::new, |Numbers(list)| list),
-        }));
         ensure!(
             self.clear || !masks.is_empty(),
-            "no mask: use --layer and --experts, --file or --clear"
+            "no mask: use --layer, --experts or --clear"
         );
         Ok(Request::Mask {
             masks,
@@ -50,14 +45,15 @@ impl MaskOptions {
     }
 }
 
-/// Numbers of experts.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Numbers(Vec<u32>);
-
-/// Reads numbers and ranges of numbers.
-fn numbers(text: &str) -> Result<Numbers, String> {
-    let expected =
-        || format!("expected numbers such as 3,17 or 0-3, found '{text}'; --clear removes masks");
+/// Reads the number of a layer, and numbers and ranges of numbers of experts.
+fn layer(text: &str) -> Result<LayerMask, String> {
+    let expected = || {
+        format!(
+            "expected a layer and numbers such as 12:3,17 or 12:0-3, found '{text}'; --clear removes masks"
+        )
+    };
+    let (layer, list) = text.split_once(':').ok_or_else(expected)?;
+    let layer = layer.parse().map_err(|_| expected())?;
     let number = |text: &str| -> Option<u32> {
         text.trim()
             .parse()
@@ -69,7 +65,7 @@ fn numbers(text: &str) -> Result<Numbers, String> {
         None => number(part).map(|number| (number, number)),
     };
     let mut all = Vec::new();
-    for part in text.split(',') {
+    for part in list.split(',') {
         let (first, last) = range(part)
             .filter(|(first, last)| first <= last)
             .ok_or_else(expected)?;
@@ -77,7 +73,10 @@ fn numbers(text: &str) -> Result<Numbers, String> {
     }
     all.sort_unstable();
     all.dedup();
-    Ok(Numbers(all))
+    Ok(LayerMask {
+        layer,
+        experts: all,
+    })
 }
 
 /// Returns numbers of experts as text.
@@ -150,12 +149,23 @@ mod tests {
 
     #[test]
     fn numbers_and_ranges_are_read() {
-        let of = |text| numbers(text).map(|Numbers(list)| list);
-        assert_eq!(of("3, 17"), Ok(vec![3, 17]));
-        assert_eq!(of("0-2,9"), Ok(vec![0, 1, 2, 9]));
-        for text in ["", "1,", "a", "3-1", "-1", "0-4294967295"] {
+        let of = |text| layer(text).map(|mask| (mask.layer, mask.experts));
+        assert_eq!(of("12:3, 17"), Ok((12, vec![3, 17])));
+        assert_eq!(of("0:0-2,9"), Ok((0, vec![0, 1, 2, 9])));
+        for text in [
+            "",
+            "1",
+            ":1",
+            "1:",
+            "1:1,",
+            "1:a",
+            "1:3-1",
+            "1:-1",
+            "-1:1",
+            "1:0-4294967295",
+        ] {
             let error = of(text).expect_err("no numbers");
-            assert!(error.contains("3,17 or 0-3"), "{error}");
+            assert!(error.contains("12:3,17 or 12:0-3"), "{error}");
         }
     }
 }

@@ -38,7 +38,7 @@ pub struct DoctorOptions {
     #[arg(long)]
     expert_cache: bool,
     /// An expert trace (JSON): how many of its routed experts would be on the GPU.
-    #[arg(long, value_name = "TRACE", requires = "expert_cache")]
+    #[arg(long, value_name = "FILE", requires = "expert_cache")]
     trace: Option<PathBuf>,
     /// The program and its arguments; `--` before them is optional. It must load a model and make a
     /// token, or be a server with a warm-up.

@@ -123,6 +123,7 @@ fn argument(flag: &'static str, variable: &'static Variable) -> Arg {
     let value = |name: &'static str| argument.clone().value_name(name);
     match variable.kind {
         Kind::Switch => argument.action(ArgAction::SetTrue),
+        Kind::Path if flag == "socket" => value("SOCKET").value_parser(ValueParser::os_string()),
         Kind::Path => value("PATH").value_parser(ValueParser::os_string()),
         Kind::Choice { values, bare_flag } => value("WHEN")
             .num_args(0..=1)

@@ -65,7 +65,7 @@ pub struct PruneOptions {
     /// Write the pruned model.
     ///
     /// It gets its path when llama-perplexity has loaded and evaluated it. That of a model in shards has as many: name the first one (NAME-00001-of-00003.gguf), or NAME.gguf.
-    #[arg(short, long, value_name = "GGUF")]
+    #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
     #[command(flatten)]
     replace: Outputs,

@@ -74,7 +74,7 @@ pub struct SearchOptions {
     trace: Option<PathBuf>,
     /// Evaluations of the text with masks, at most.
     #[arg(long, value_name = "N", default_value_t = 16, conflicts_with = "experts", value_parser = clap::value_parser!(u32).range(1..=100_000))]
-    rounds: u32,
+    evaluations: u32,
     #[command(flatten)]
     evaluation: EvaluationOptions,
 }
@@ -326,7 +326,7 @@ pub fn run(
             let mut search = Search {
                 mixture: plan.mixture,
                 running: &mut running,
-                left: plan.options.rounds,
+                left: plan.options.evaluations,
                 found,
             };
             search.find(order, &duplicates()?, plan.count)?

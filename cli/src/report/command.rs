@@ -29,7 +29,7 @@ pub struct ReportOptions {
     #[arg(required = true)]
     traces: Vec<PathBuf>,
     /// Write a self-contained HTML page; with --svg, --format and --pin, another file.
-    #[arg(short, long)]
+    #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
     #[command(flatten)]
     outputs: Outputs,

@@ -92,20 +92,20 @@ pub struct TuneOptions {
     ///
     /// May be repeated. With --size, the lists and the types are chosen together.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["bpw", "prepare"])]
-    cut: Vec<PathBuf>,
+    experts: Vec<PathBuf>,
     /// Choose types so that the file is not larger than this, for example 5G.
-    #[arg(long, value_name = "BYTES", value_parser = size)]
+    #[arg(long, value_name = "SIZE", value_parser = size)]
     size: Option<u64>,
     /// Choose types so that the tensors have at most so many bits a weight.
     #[arg(long, value_name = "BITS", conflicts_with = "size")]
     bpw: Option<f64>,
     /// Write the model with the chosen types.
-    #[arg(long, value_name = "GGUF")]
-    write: Option<PathBuf>,
+    #[arg(short, long, value_name = "FILE")]
+    output: Option<PathBuf>,
     #[command(flatten)]
     outputs: Outputs,
     /// Quantise the tensors to all types, print the files, and measure nothing.
-    #[arg(long, conflicts_with_all = ["size", "bpw", "write"])]
+    #[arg(long, conflicts_with_all = ["size", "bpw", "output"])]
     prepare: bool,
     /// Print JSON.
     #[arg(long)]
@@ -146,15 +146,15 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
         (None, None) => None,
     };
     ensure!(
-        options.write.is_none() || goal.is_some(),
-        "--write needs a goal: pass --size or --bpw"
+        options.output.is_none() || goal.is_some(),
+        "-o needs a goal: pass --size or --bpw"
     );
     let model = Model::open(&options.model)?;
     let reference = options.reference.as_deref().map(Model::open).transpose()?;
     let source = reference.as_ref().unwrap_or(&model);
-    if let Some(path) = &options.write {
+    if let Some(path) = &options.output {
         // Not after the measurements.
-        options.outputs.check(path, "GGUF").context("--write")?;
+        options.outputs.check(path, "GGUF").context("-o")?;
     }
     let matrix = options.imatrix.as_deref().map(Matrix::load).transpose()?;
     let candidates = options.types.iter().map(|text| Candidate::parse(text));
@@ -167,19 +167,19 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
         );
     }
 
-    let mixture = match options.cut.is_empty() {
+    let mixture = match options.experts.is_empty() {
         true => None,
         false => Some(Mixture::of(&model.files)?),
     };
     let cuts = mixture.iter().flat_map(|mixture| {
         let read = |path: &PathBuf| Cut::read(path, &model, mixture);
-        options.cut.iter().map(read)
+        options.experts.iter().map(read)
     });
     let cuts: Vec<Cut<'_>> = cuts.collect::<Result<_>>()?;
     for (at, of) in cuts.iter().enumerate() {
         ensure!(
             cuts[..at].iter().all(|before| before.name != of.name),
-            "--cut has '{}' twice: the name of a list is that of its file, without folder and extension",
+            "--experts has '{}' twice: the name of a list is that of its file, without folder and extension",
             of.name
         );
     }
@@ -309,7 +309,7 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
     sweep.end()?;
     tables::write_all(&results, &folder)?;
     record::write_atomically(&folder.join("report.html"), page::page(&results).as_bytes())?;
-    if let Some(path) = &options.write {
+    if let Some(path) = &options.output {
         let recipe = results.recipe.as_ref().context("no recipe")?;
         write::write(&plan, &recipe.mix, &mut sweep, path, options.outputs)?;
     }
@@ -317,7 +317,7 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
         true => println!("{:#}", tables::json(&results)),
         false => print!(
             "{}",
-            tables::text(&results, &folder, options.write.as_deref())
+            tables::text(&results, &folder, options.output.as_deref())
         ),
     }
     Ok(())

@@ -55,7 +55,7 @@ impl<'a> Cut<'a> {
     pub fn read(path: &Path, model: &'a Model, mixture: &'a Mixture) -> Result<Cut<'a>> {
         let masks = mask::read(path)?;
         let pruned = Pruned::of(&model.files, mixture, &masks)
-            .with_context(|| format!("--cut {}", text::path(path)))?;
+            .with_context(|| format!("--experts {}", text::path(path)))?;
         let name = path.file_stem().unwrap_or_default().to_string_lossy();
         Ok(Cut {
             name: name.into_owned(),

@@ -55,7 +55,7 @@ pub fn text(results: &Results<'_>, folder: &Path, written: Option<&Path>) -> Str
         }
     }
     if let (Some(recipe), None) = (&results.recipe, written) {
-        let write = "the same command with --write OUT.gguf";
+        let write = "the same command with -o OUT.gguf";
         let _ = match quantize_command(results, &recipe.mix, &folder.join("recipe.txt")) {
             Some(command) => writeln!(text, "\nto write the model: {command}\nor run {write}"),
             None => writeln!(text, "\nto write the model: run {write}"),

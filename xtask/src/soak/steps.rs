@@ -377,10 +377,7 @@ impl Steps<'_> {
     fn mask(&mut self) -> Result<()> {
         let socket = self.server.socket().to_string_lossy().into_owned();
         let masks = || self.server.control("status")["models"][0]["masks"].clone();
-        for (options, layers) in [
-            (&["--layer", "0", "--experts", "0-2"][..], 1),
-            (&["--clear"], 0),
-        ] {
+        for (options, layers) in [(&["--layer", "0:0-2"][..], 1), (&["--clear"], 0)] {
             self.load.tell(None, false);
             let said = self.command(&[&["ctl", "mask", "--socket", &socket], options].concat())?;
             ensure!(said.status.success(), "llama-sidecar ctl mask: {said:?}");
