@@ -50,7 +50,7 @@ use sidecar_core::trace::Ids;
 unsafe trait SizedStruct: Copy {
     /// Name of the struct, for messages.
     const NAME: &'static str;
-    /// Size of the first published version on x86-64, the minimum that a caller knows. It is a
+    /// Size of the first published version on x86-64 and AArch64, the minimum that a caller knows. It is a
     /// literal, because `size_of` grows with the struct and would reject older callers.
     const FIRST: usize;
 }

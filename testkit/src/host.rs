@@ -41,6 +41,12 @@ const LLAMA_NODE: &str = "node_modules/@fugood/node-llama-linux-x64/index.node";
 /// those take depends on the processor; the weights are not mapped then, and cannot be read back.
 const PLAIN_BUFFERS: (&str, &str) = ("HOST_PLAIN_BUFFERS", "1");
 
+/// What runs programs for AArch64, with the C library of Debian's cross compiler.
+const ARM64_EMULATOR: [&str; 3] = ["qemu-aarch64-static", "-L", "/usr/aarch64-linux-gnu"];
+/// The C program and the drop-in for AArch64, which `cargo xtask arm64` builds.
+const ARM64_HOST: &str = "hosts-c-arm64/host";
+const ARM64_DROP_IN: &str = "aarch64-unknown-linux-gnu/dropin/libllama_sidecar_preload.so";
+
 /// Which program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Program {
@@ -75,6 +81,8 @@ pub enum Program {
     CTwoThreads,
     /// The same as `C`, built with ThreadSanitizer.
     CThreadSanitizer,
+    /// The same as `C`, for AArch64 under emulation, with the drop-in for AArch64.
+    CArm64,
     /// ik_llama.cpp in Python, with options that `hosts/python/ik_llama.py` lists.
     IkLlama(&'static [&'static str]),
     /// llama.node: llama.cpp in one object, whose calls the compiler has bound.
@@ -207,6 +215,15 @@ impl Program {
                     command.env(PLAIN_BUFFERS.0, PLAIN_BUFFERS.1);
                 }
             }
+            Program::CArm64 => {
+                let [emulator, arguments @ ..] = ARM64_EMULATOR;
+                command = Command::new(emulator);
+                command
+                    .args(arguments)
+                    .arg(built(ARM64_HOST))
+                    .arg(fixture("upstream-arm64"))
+                    .arg(model);
+            }
             Program::Architectures => {
                 command = Command::new(built("hosts-architectures/host"));
             }
@@ -262,12 +279,22 @@ pub fn preload_library() -> PathBuf {
 
 /// A file that `cargo xtask hosts --build` made in the target folder.
 pub fn built(path: &str) -> PathBuf {
-    let test = std::env::current_exe().expect("the path of this program");
-    let found = test.ancestors().map(|folder| folder.join(path));
-    found
-        .into_iter()
-        .find(|path| path.exists())
+    found(path)
         .unwrap_or_else(|| panic!("{path} is missing: run 'cargo xtask hosts --build' first"))
+}
+
+fn found(path: &str) -> Option<PathBuf> {
+    let test = std::env::current_exe().expect("the path of this program");
+    let mut found = test.ancestors().map(|folder| folder.join(path));
+    found.find(|path| path.exists())
+}
+
+/// Returns why programs for AArch64 cannot be run here, if so.
+pub fn missing_arm64() -> Option<&'static str> {
+    [ARM64_HOST, ARM64_DROP_IN]
+        .iter()
+        .any(|path| found(path).is_none())
+        .then_some("'cargo xtask arm64' builds and tests it")
 }
 
 /// A program that is about to be started, without variables of llama-sidecar and without input.
@@ -297,9 +324,13 @@ impl DropIn {
 
     /// Sets the variables of a program that is about to be started.
     pub fn prepare(&self, command: &mut Command, socket: &Path) {
+        self.prepare_with(command, socket, preload_library);
+    }
+
+    fn prepare_with(&self, command: &mut Command, socket: &Path, library: fn() -> PathBuf) {
         without_settings(command);
         if !matches!(self, DropIn::Absent) {
-            command.env("LD_PRELOAD", preload_library());
+            command.env("LD_PRELOAD", library());
         }
         if let DropIn::On(variables) = self {
             command
@@ -406,7 +437,11 @@ impl Host {
         let folder = tempfile::tempdir().expect("a folder");
         let socket = folder.path().join("socket");
         let mut command = program.command(model);
-        drop_in.prepare(&mut command, &socket);
+        let library = match program {
+            Program::CArm64 => || built(ARM64_DROP_IN),
+            _ => preload_library,
+        };
+        drop_in.prepare_with(&mut command, &socket, library);
         set(&mut command);
         let mut child = command
             .stdin(Stdio::piped())

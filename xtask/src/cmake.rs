@@ -174,6 +174,51 @@ fn build_hosts_with(name: &str, flags: &[String]) -> Result<PathBuf> {
     Ok(build)
 }
 
+/// Builds the C host for AArch64.
+pub fn build_arm64_host() -> Result<()> {
+    let (target, machine) = (target_folder()?, Machine::Aarch64);
+    let defines = [
+        define("LLAMA_LIBRARIES", &fixtures::arm64()?),
+        define("MODEL", &fixtures::make()?.join("smollm2.gguf")),
+        define("PRELOAD", &preload(machine)?),
+    ];
+    let build = target.join("hosts-c-arm64");
+    configure_with("hosts/c", &build, &defines, &cross(machine))
+}
+
+/// Builds the examples for AArch64 against an installed tree, and returns the build folder.
+pub fn build_arm64_examples(prefix: &Path) -> Result<PathBuf> {
+    let build = target_folder()?.join("examples-arm64");
+    let mut flags = cross(Machine::Aarch64);
+    flags.push(define("CMAKE_PREFIX_PATH", prefix));
+    let fixtures_at = fixtures::make()?;
+    let model = |name: &str| fixtures_at.join(name);
+    let defines = [
+        define("MODEL", &model("smollm2.gguf")),
+        define("VARIANT", &model("smollm2-mixed.gguf")),
+        define("MOE", &model("moe.gguf")),
+        define("MOE_VARIANT", &model("moe-q8_0.gguf")),
+        define("MOE_OTHER_BLOCKS", &model("moe-mixed.gguf")),
+        "-DSKIPPED=-1".into(),
+    ];
+    configure_with("c_examples", &build, &defines, &flags)?;
+    Ok(build)
+}
+
+/// The settings of CMake for another processor.
+fn cross(machine: Machine) -> Vec<String> {
+    vec![
+        "-DCMAKE_SYSTEM_NAME=Linux".into(),
+        format!("-DCMAKE_SYSTEM_PROCESSOR={}", machine.name()),
+        format!("-DCMAKE_C_COMPILER={}", machine.tool("gcc")),
+        format!("-DCMAKE_CXX_COMPILER={}", machine.tool("g++")),
+        format!(
+            "-DCMAKE_CROSSCOMPILING_EMULATOR={}",
+            machine.emulator().join(";")
+        ),
+    ]
+}
+
 /// Builds the programs and libraries of `hosts/loader`.
 pub fn build_loader() -> Result<()> {
     let build = target_folder()?.join("hosts-loader");

@@ -53,6 +53,22 @@ fn make_now() -> Result<PathBuf> {
     Ok(fixtures)
 }
 
+/// Gets the libraries for AArch64, if they are missing.
+pub fn arm64() -> Result<PathBuf> {
+    let target = cache().join("fixtures/upstream-arm64");
+    if !target.exists() {
+        let package = NODE_PACKAGES[1].replace("x64", "arm64");
+        println!("downloading {package}");
+        let folder = scratch("arm64")?;
+        let name = output(command("npm", &folder).args(["pack", "--silent", &package]))?;
+        run(command("tar", &folder).args(["-xf", name.trim()]))?;
+        std::fs::create_dir_all(cache().join("fixtures"))?;
+        std::fs::rename(folder.join("package/bins/linux-arm64"), &target)?;
+        std::fs::remove_dir_all(folder)?;
+    }
+    Ok(target)
+}
+
 /// Makes the model of 3.2 GB, if it is missing.
 pub fn make_large() -> Result<()> {
     make_others("--large")

@@ -6,6 +6,7 @@
 //! |---|---|
 //! | `demo` | the demo of the README |
 //! | `suite` | its tests |
+//! | `arm64` | the library, the drop-in and the command for AArch64, under emulation |
 //! | `matrix` | what the drop-in does in each program, as a table |
 //! | `bench` | the benches, and docs/benchmarks.md |
 //! | `image` | the image of the example, built and run |
@@ -30,6 +31,7 @@
 
 mod abi;
 mod archs;
+mod arm64;
 mod bench;
 mod browser;
 mod clean_root;
@@ -94,6 +96,11 @@ enum Command {
         /// Get and build only
         #[arg(long, conflicts_with = "names")]
         build: bool,
+    },
+    /// Build for AArch64, and test under emulation what emulation can do
+    Arm64 {
+        /// Those to run: build, unit, program, examples, packages; without names all
+        steps: Vec<String>,
     },
     /// Check the words of documentation, comments and messages
     Prose,
@@ -230,6 +237,7 @@ fn main() -> Result<()> {
                 false => matrix::write(&names),
             }
         }
+        Command::Arm64 { steps } => arm64::run(&steps),
         Command::Prose => prose::check(),
         Command::Docs { check: false } => variables::write(),
         Command::Docs { check: true } => variables::check(),

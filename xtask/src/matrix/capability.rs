@@ -12,7 +12,7 @@ use testkit::host::{DropIn, replace, taken};
 use testkit::sim_ggml::SimGgml;
 
 use super::running::{Evaluation, Running, TOKENS};
-use super::subject::{Gpu, Start, Subject};
+use super::subject::{ARM64, Gpu, Start, Subject};
 
 /// A column of the table.
 pub struct Capability {
@@ -34,9 +34,14 @@ pub const CAPABILITIES: [Capability; 10] = [
     Capability::new("expert trace", trace),
     Capability {
         title: "experts from disk",
-        lacks: |subject| {
-            let why = "experts in the memory of a GPU are not read from disk";
-            subject.experts_on_gpu.then_some(why)
+        lacks: |subject| match subject {
+            _ if subject.experts_on_gpu => {
+                Some("experts in the memory of a GPU are not read from disk")
+            }
+            _ if subject.name == ARM64 => {
+                Some("the emulator has no system call that counts cached pages")
+            }
+            _ => None,
         },
         test: stream,
     },

@@ -77,6 +77,8 @@ const SPLIT_MODES: &[&str] = &["layer", "tensor"];
 /// A text for llama-perplexity.
 const TEXT: &str = include_str!("../../../hosts/c/text.txt");
 
+/// The C program for AArch64.
+pub const ARM64: &str = "c-arm64";
 /// Programs of llama.cpp without shared libraries.
 pub const LINKED: [&str; 2] = ["llama-server-linked", "llama-completion-linked"];
 /// The server of a build from before llama.cpp had an expert cache of its own.
@@ -111,6 +113,15 @@ pub fn all() -> Vec<Subject> {
             host::Program::PythonExpertsOnCpu,
         ),
         Subject::new("c", "C", "libraries of node-llama-cpp", host::Program::C),
+        Subject {
+            missing: host::missing_arm64().map(str::to_owned),
+            ..Subject::new(
+                ARM64,
+                "C, AArch64 under emulation",
+                "libraries of node-llama-cpp",
+                host::Program::CArm64,
+            )
+        },
         Subject {
             missing: build::missing(),
             ..Subject::new(
