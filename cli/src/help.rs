@@ -56,14 +56,12 @@ pub const RENAMED: [(&str, &str); 12] = [
 ];
 
 /// Options that commands had, and what takes their place.
-const REPLACED: [(&str, &str); 5] = [
+const REPLACED: [(&str, &str); 3] = [
     (
         "--restore",
         "'llama-sidecar undo MODEL' or 'llama-sidecar undo -s SOCKET'",
     ),
     ("--cut", "--experts"),
-    ("--file", "--experts"),
-    ("--rounds", "--evaluations"),
     ("--write", "-o"),
 ];
 

@@ -19,8 +19,8 @@
 //! | [`launch`] | programs with the drop-in |
 //! | [`top`] | what running programs hold and fetch now |
 //! | [`exporter`] | metrics of running programs, for Prometheus |
-//! | [`control`] | requests to a running program |
 //! | [`report`] | expert traces, and what caches of experts would hit |
+//! | [`control`] | requests to a running program |
 //! | [`inspect`] | models without a program |
 //! | [`http`], [`page`] | a server for a few pages, and how pages look |
 //! | [`deadline`] | a stream that has to deliver in time |

@@ -77,6 +77,7 @@ const ROWS: &[(&str, &str)] = &[
     ("report", "-o OUT.html --compare ROUTES TRACE"),
     ("report", "--pin 50% --model MODEL -o OUT.csv TRACE"),
     ("report", "MODEL"),
+    ("report", "-o OUT.html -s SOCKET"),
     ("inspect", "--load MISSING"),
     // An argument that clap refuses.
     ("inspect", "--HOSTILE"),

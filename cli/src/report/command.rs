@@ -3,14 +3,16 @@
 use std::fmt::Write;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use sidecar_core::gguf::{Access, open_model};
+use sidecar_core::protocol::{Request, Traces};
 use sidecar_core::text::{self, html};
 use sidecar_core::trace::{
     LayerStats, coverage, divergence, experts_for, overlap, ranking, to_activations,
     to_logical_count, to_ranked_csv, to_rankings,
 };
 
+use crate::control::{self, Limit, sockets};
 use crate::output::Outputs;
 use crate::page;
 use crate::print::stdout;
@@ -24,10 +26,15 @@ use crate::sizes::{self, Table, percent};
 #[derive(clap::Args)]
 #[command(group = clap::ArgGroup::new("form").args(["svg", "compare", "memory", "pin", "format"]))]
 pub struct ReportOptions {
-    /// Traces in JSON, from --expert-trace-output, or routes in the compact format, whose marks
-    /// separate workloads. Traces of the same model are summed.
-    #[arg(required = true)]
+    /// Traces in JSON, from --expert-trace-output, or routes; without any, what a running program has counted.
+    ///
+    /// Marks in routes, which are in the compact format, separate workloads. Traces of the same model are summed.
     traces: Vec<PathBuf>,
+    /// Path of the control socket of the program. By default that of the only program that 'run' has started without one.
+    #[arg(short, long, conflicts_with = "traces")]
+    socket: Option<PathBuf>,
+    #[command(flatten)]
+    limit: Limit,
     /// Write a self-contained HTML page; with --svg, --format and --pin, another file.
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
@@ -74,12 +81,14 @@ enum Format {
 
 /// Reads traces and writes the report.
 pub fn run(options: &ReportOptions) -> Result<()> {
-    let mut traces = options
-        .traces
-        .iter()
-        .map(|path| TraceReport::read(path, options.compare))
-        .collect::<Result<Vec<_>>>()?
-        .concat();
+    let mut traces = match options.traces.is_empty() {
+        true => of_program(options)?,
+        false => {
+            let traces = options.traces.iter();
+            let traces = traces.map(|path| TraceReport::read(path, options.compare));
+            traces.collect::<Result<Vec<_>>>()?.concat()
+        }
+    };
     if let Some(path) = &options.model {
         let files = open_model(path, Access::Read)?;
         for traced in &mut traces {
@@ -110,6 +119,28 @@ pub fn run(options: &ReportOptions) -> Result<()> {
         (None, None) => as_text(&traced),
     };
     write(options, &text)
+}
+
+/// Returns what a running program has counted, for each of its models.
+fn of_program(options: &ReportOptions) -> Result<Vec<TraceReport>> {
+    let socket = options.socket.clone();
+    let socket = socket.map_or_else(sockets::only, Ok)?;
+    let answer = control::ask(&socket, &Request::Trace, options.limit)?;
+    control::done(&answer)?;
+    let Traces { traces, .. } = control::parsed(&answer)?;
+    ensure!(
+        !traces.is_empty(),
+        "{} has counted no experts: evaluate with a mixture of experts first",
+        text::path(&socket)
+    );
+    let label = |number: usize| match traces.len() {
+        1 => text::path(&socket),
+        _ => format!("{}, model {}", text::path(&socket), number + 1),
+    };
+    let traces = traces.iter().enumerate();
+    traces
+        .map(|(number, trace)| TraceReport::of_json(trace, label(number), &label(number)))
+        .collect()
 }
 
 /// Writes the report to its file or to standard output.

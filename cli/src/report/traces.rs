@@ -4,6 +4,7 @@ use std::io::{self, Read};
 use std::path::Path;
 
 use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
 use sidecar_core::experts::ExpertIndex;
 use sidecar_core::files;
 use sidecar_core::gguf::{Access, GgufFile, open_model};
@@ -54,20 +55,26 @@ impl TraceReport {
                 text::path(path)
             )
         })?;
-        let (about, counts) = from_json(&json)
+        Ok(vec![TraceReport::of_json(
+            &json,
+            label(path),
+            &text::path(path),
+        )?])
+    }
+
+    /// Reads a trace, which comes from a place.
+    pub fn of_json(json: &Value, label: String, place: &str) -> Result<TraceReport> {
+        let (about, counts) = from_json(json)
             .map_err(anyhow::Error::msg)
-            .with_context(|| format!("{} is not an expert trace", text::path(path)))?;
+            .with_context(|| format!("{place} is not an expert trace"))?;
         if counts.activations() == 0 {
-            bail!(
-                "{} has no activations: evaluate with the model before writing the trace",
-                text::path(path)
-            );
+            bail!("{place} has no activations: evaluate with the model before the report");
         }
-        Ok(vec![TraceReport {
+        Ok(TraceReport {
             about,
             counts,
-            label: label(path),
-        }])
+            label,
+        })
     }
 
     fn of_routes<R: Read>(
