@@ -1551,6 +1551,21 @@ fn a_swap_of_the_file_reaches_the_running_host() {
     assert_eq!(host.end(), Some(0));
 }
 
+#[test]
+fn a_program_runs_with_the_memory_of_a_smaller_machine() {
+    let script = "d=$(find /sys/fs/cgroup -type d -name llama-sidecar-$PPID); echo dir=$d; cat $d/memory.max $d/memory.limit_in_bytes 2> /dev/null; exit 7";
+    let limit = ["run", "--none", "--quiet", "--memory-limit", "64M", "--"];
+    let (text, status) = command_line(&[&limit[..], &["sh", "-c", script]].concat(), "");
+    if text.contains("cannot make a control group") {
+        assert!(text.contains("-p MemoryMax=64M"), "{text}");
+        return testkit::skipped("no rights for control groups");
+    }
+    assert_eq!(status.code(), Some(7), "{text}");
+    assert!(text.contains("67108864"), "{text}");
+    let group = text.lines().find_map(|line| line.strip_prefix("dir="));
+    assert!(!Path::new(group.expect("a group")).exists(), "{text}");
+}
+
 /// The Python host with a mixture of experts, as words of a command.
 fn python_host() -> Vec<String> {
     let host = Path::new(env!("CARGO_MANIFEST_DIR")).join("hosts/python/host.py");

@@ -28,7 +28,7 @@ const MOST_LINES: [(&str, usize); 9] = [
     ("core", 20_650),
     ("src", 11_700),
     ("preload", 26_050),
-    ("cli", 24_900),
+    ("cli", 25_150),
     ("xtask", 10_600),
     ("testkit", 4_700),
     ("ggml-quantize", 600),

@@ -166,7 +166,7 @@ fn kib(text: &str, name: &str) -> Option<u64> {
 
 /// Returns the folders of the control groups of a process and of the groups above them
 /// (cgroups(7)): version 2, and the memory controller of version 1.
-fn control_groups(of_process: &str) -> Vec<PathBuf> {
+pub fn control_groups(of_process: &str) -> Vec<PathBuf> {
     let mut folders = Vec::new();
     for line in of_process.lines() {
         let mut fields = line.splitn(3, ':').skip(1);

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`doctor`] | what the drop-in can do in a program |
 //! | [`run`] | a program with the drop-in, and a summary at its end |
+//! | [`limit`] | a limit of a program's memory |
 //! | [`hooks`] | reachable hooks |
 //! | [`proof`] | a trial of the drop-in before a program starts |
 //! | [`crashes`] | programs that a fault ended while the drop-in was in them |
@@ -23,6 +24,7 @@ pub mod gains;
 pub mod hooks;
 pub mod journal;
 pub mod kept;
+pub mod limit;
 pub mod own_cache;
 pub mod proof;
 pub mod run;

@@ -20,7 +20,9 @@ use crate::launch::child::{self, Group};
 use crate::launch::crashes::Start;
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{Events, JOURNAL, Journal};
+use crate::launch::limit::MemoryLimit;
 use crate::launch::{gains, own_cache, proof};
+use crate::sizes::size;
 use crate::words::{quoted, quoted_words};
 
 /// A command and the settings of the drop-in in it.
@@ -31,6 +33,12 @@ pub struct RunOptions {
     /// Set a variable, also one without an option of its own.
     #[arg(long, value_name = "NAME=VALUE", value_parser = OsStringValueParser::new().try_map(setting))]
     set: Vec<Setting>,
+    /// Give the program this much memory, for example 4G, as a smaller machine has.
+    ///
+    /// The program runs in a control group of its own, without swap space. What it reads into the page cache counts, too;
+    /// pages that other programs have read already do not.
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    memory_limit: Option<u64>,
     /// Print the variables and the command, and do not run it.
     #[arg(long)]
     dry_run: bool,
@@ -63,7 +71,7 @@ type Setting = (&'static str, OsString);
 struct Settings(Vec<Setting>);
 
 /// The flags that `run -h` shows, with their help there. `--help` has all of them, with the help of their variables.
-const FIRST: [(&str, &str); 10] = [
+const FIRST: [(&str, &str); 9] = [
     ("hotswap", "Let tensors be replaced in the running program"),
     ("expert-masks", "Let experts be masked on request"),
     (
@@ -74,7 +82,6 @@ const FIRST: [(&str, &str); 10] = [
         "expert-trace-output",
         "Count expert use, and write JSON or CSV",
     ),
-    ("expert-trace-routes", "Write the experts of every token"),
     (
         "stream-experts",
         "Read experts from disk when they are known",
@@ -219,7 +226,7 @@ impl RunOptions {
         })?;
         let options = parsed.options;
         ensure!(
-            options.command == command && !options.dry_run,
+            options.command == command && !options.dry_run && options.memory_limit.is_none(),
             "expected options of 'run' for a program that runs, found '{}'",
             quoted_words(flags)
         );
@@ -348,6 +355,9 @@ pub fn run(options: &RunOptions) -> Result<()> {
             println!("export {name}={}", quoted(value));
         }
         println!("{}", quoted_words(&prepared.words));
+        if let Some(bytes) = options.memory_limit {
+            println!("# in a control group with a limit of {bytes} bytes");
+        }
         return Ok(());
     }
     let program = prepared.program()?;
@@ -376,6 +386,10 @@ pub fn run(options: &RunOptions) -> Result<()> {
             command
         }
     };
+    let limit = options.memory_limit.map(MemoryLimit::new).transpose()?;
+    if let Some(limit) = &limit {
+        limit.apply(&mut command)?;
+    }
     let mut child = child::spawn(&mut command, Group::Shared).with_context(|| {
         let obstacle = prepared.obstacle(&program);
         obstacle.unwrap_or_else(|| format!("cannot run {}", text::path(&program.path)))
@@ -394,7 +408,7 @@ pub fn run(options: &RunOptions) -> Result<()> {
         }
     }
     // The process ends below without running destructors.
-    drop(journal);
+    drop((journal, limit));
     child::end_like(status)
 }
 
