@@ -58,6 +58,25 @@ fn preallocated(gguf: &Gguf) -> Gguf {
     gguf
 }
 
+/// The program opens its model by the number of a descriptor, which is of another file afterwards.
+#[test]
+fn a_model_that_is_opened_by_a_descriptor_is_watched_by_its_path() {
+    let (_folder, path) = folder(&model(1.0));
+    let (_other_folder, other) = folder(&model(2.0));
+    let drop_in = on(&[("SMALL_DESCRIPTOR_OF", other.to_str().expect("UTF-8"))]);
+    let mut host = Host::start(Program::Small(true), &path, &drop_in);
+    for _ in 0..4 {
+        assert_eq!(host.ask("decode"), result(1.0));
+    }
+    let reports = host.control("reload")["reports"].clone();
+    assert_eq!(reports[0]["swapped"], 0, "{reports}");
+    assert_eq!(host.ask("decode"), result(1.0));
+    let reports = swap(&host, &path, &model(3.0))["reports"].clone();
+    assert_eq!(reports[0]["swapped"], 1, "{reports}");
+    assert_eq!(host.ask("decode"), result(3.0));
+    assert_eq!(host.end(), Some(0));
+}
+
 #[test]
 fn a_file_of_zeros_is_refused_by_name() {
     let (_folder, path) = folder(&model(1.0));

@@ -442,6 +442,31 @@ fn resolve(path: &Path) -> io::Result<PathBuf> {
     Err(io::Error::from_raw_os_error(libc::ELOOP))
 }
 
+/// Returns a path that names the same file when the descriptors of this process have changed: that of the file, for a path
+/// that names a descriptor, such as `/dev/fd/3`, or a link to one. Fails if the file has no path.
+pub fn lasting_path(path: &Path) -> io::Result<PathBuf> {
+    let mut at = path.to_owned();
+    for _ in 0..MAX_LINKS {
+        let is_in_proc = fs::canonicalize(folder_of(&at))?.starts_with("/proc");
+        if !fs::symlink_metadata(&at)?.is_symlink() {
+            return Ok(path.to_owned());
+        }
+        let target = fs::read_link(&at)?;
+        if is_in_proc {
+            let of = |path: &Path| fs::metadata(path).map(|found| (found.dev(), found.ino()));
+            return match of(&target) {
+                Ok(file) if target.is_absolute() && file == of(&at)? => Ok(target),
+                _ => Err(io::Error::other(format!(
+                    "{} names a descriptor of a file without a path: open the file by its path",
+                    text::path(path)
+                ))),
+            };
+        }
+        at = folder_of(&at).join(target);
+    }
+    Err(io::Error::from_raw_os_error(libc::ELOOP))
+}
+
 /// Whether a path names a descriptor of this process, as `/dev/stdout` does. The kernel follows
 /// it: what it names may have no path.
 fn is_descriptor(path: &Path) -> bool {

@@ -137,6 +137,13 @@ static void keep_view(void) {
 void small_load(const char * path, bool reserves) {
     context_t * context = NULL;
     backend = ggml_backend_init_by_type(CPU, NULL);
+    const char * later = getenv("SMALL_DESCRIPTOR_OF");
+    char by_number[64];
+    const int number = later ? open(path, O_RDONLY) : -1;
+    if (later) {
+        snprintf(by_number, sizeof(by_number), "/proc/self/fd/%d", number);
+        path = by_number;
+    }
     struct gguf_context * file =
         gguf_init_from_file(path, (struct gguf_init_params){true, &context});
     if (getenv("SMALL_REPLACED_BY")) {
@@ -169,6 +176,9 @@ void small_load(const char * path, bool reserves) {
     }
     fclose(stream);
     gguf_free(file);
+    if (later) {
+        dup2(open(later, O_RDONLY), number);
+    }
     if (weights[EXPERTS] && getenv("SMALL_COPIES_EXPERTS")) {
         copy_experts();
     }

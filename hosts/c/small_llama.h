@@ -9,7 +9,8 @@
 // Loads `w.weight` [64, 8] and, where the file has them, `norm.weight` [64],
 // `blk.0.ffn_down_exps.weight` [64, 64, 4] and `blk.0.ffn_gate_inp.weight` [64, 4]. With
 // SMALL_COPIES_EXPERTS in the environment, it evaluates with a copy of the experts; with SMALL_KEEPS_VIEW, with a view
-// of the first weight that it keeps.
+// of the first weight that it keeps. With SMALL_DESCRIPTOR_OF, it opens the file by the number of a descriptor, which is of
+// the file that the variable names afterwards.
 void small_load(const char * path, bool reserves);
 
 // How the tensors of models get memory that are loaded at once.

@@ -20,6 +20,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::ThreadId;
 
 use parking_lot::Mutex;
+use sidecar_core::files;
 use sidecar_core::gguf::{Access, GgufFile, Value, has_tensor};
 use sidecar_core::protocol::Event;
 use sidecar_core::text;
@@ -159,7 +160,15 @@ pub fn is_recorded(tensor: *mut Tensor) -> bool {
 
 /// Records a GGUF file that the program opened on this thread.
 pub fn file_opened(caller: &'static Caller, ggml: &'static Ggml, path: &Path) {
-    let opened = GgufFile::open(path, Access::Read).map_err(|error| {
+    // Another file may have the same descriptor later.
+    let lasting = files::lasting_path(path).map_err(|error| error.to_string());
+    let opened = lasting.and_then(|path| {
+        let opened = GgufFile::open(&path, Access::Read);
+        opened
+            .map(|gguf| (gguf, path))
+            .map_err(|error| error.to_string())
+    });
+    let opened = opened.map_err(|error| {
         let reason = format!("cannot watch a file that the program opened: {error}");
         log::warn!("{reason}");
         journal::note_once(|| Event::Passive { reason });
@@ -168,7 +177,7 @@ pub fn file_opened(caller: &'static Caller, ggml: &'static Ggml, path: &Path) {
     let mut loads = SHARED.loads.lock();
     // If tensors have memory already, this file is of the next model.
     let mut current = loads.not_begun(thread);
-    let Ok(gguf) = opened else {
+    let Ok((gguf, path)) = opened else {
         // The program needs descriptors for the other files.
         if let Some(load) = current {
             load.files.clear();
@@ -192,13 +201,13 @@ pub fn file_opened(caller: &'static Caller, ggml: &'static Ggml, path: &Path) {
             load.unclear = None;
         }
         // Fails on a thread that is ending, as below.
-        let _ = FIRST.try_with(|first| first.replace(Some(path.to_owned())));
+        let _ = FIRST.try_with(|first| first.replace(Some(path.clone())));
     }
     if gguf.header.tensors.is_empty() {
         return;
     }
     journal::note_once(|| Event::Opened {
-        path: text::path(path),
+        path: text::path(&path),
     });
     let first = FIRST.try_with(|first| first.borrow().clone());
     let first = first.ok().flatten().unwrap_or_default();
