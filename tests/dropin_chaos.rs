@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, Host, Program, built, disturb, hash, preload_library, replace};
+use testkit::host::{DropIn, Host, Program, disturb, hash, load_beside, preload_library, replace};
 use testkit::memory_limit::MemoryLimit;
 use testkit::process::{before_exec, limit, limit_of, memory};
 use testkit::server::{Options, Request, Server};
@@ -663,16 +663,6 @@ fn files() -> impl Iterator<Item = Event> {
             put(&place.model);
         })
     })
-}
-
-/// Loads a library of the tests before that of the drop-in.
-fn load_beside(command: &mut Command, library: &str) {
-    let mut all = built(library).into_os_string();
-    if let Some((_, Some(preloaded))) = command.get_envs().find(|(name, _)| *name == "LD_PRELOAD") {
-        all.push(":");
-        all.push(preloaded);
-    }
-    command.env("LD_PRELOAD", all);
 }
 
 fn surroundings() -> Vec<Event> {

@@ -16,7 +16,7 @@ use serde_json::Value;
 use sidecar_core::experts::ExpertIndex;
 use sidecar_core::gguf::{Access, GgufFile, TYPE_AND_OFFSET, type_fields, write_data};
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, Host, Program, replace};
+use testkit::host::{DropIn, Host, Program, load_beside, replace};
 use testkit::process::stopped_often;
 
 #[test]
@@ -209,6 +209,25 @@ fn write_while_stopped(model: &Path, way: &[(&'static str, &str)]) {
     assert_eq!(text, fresh(Program::C, model));
     assert!(stops > 0 && count(&stream_figures(&host), "layers") > 0);
     assert_eq!(host.end(), Some(0));
+}
+
+/// The handler of a signal forks while a thread has the lock of what is in memory.
+#[test]
+fn a_signal_whose_handler_forks_leaves_the_program_as_it_is() {
+    let model = fixture("small-moe.gguf");
+    let folder = tempfile::tempdir().expect("a folder");
+    let count = folder.path().join("forks");
+    let few = streaming(&[("LLAMA_EXPERT_STREAM_MEMORY_MB", "8")]);
+    let mut host = Host::start_with(Program::C, &model, &few, |command| {
+        load_beside(command, "hosts-c/libsignalled.so");
+        command.env("SIGNALLED_COUNT", &count);
+    });
+    for _ in 0..4 {
+        assert_eq!(host.text(TOKENS), fresh(Program::C, &model));
+    }
+    assert_eq!(host.end(), Some(0));
+    let forks = std::fs::read_to_string(&count).expect("the library writes it");
+    assert!(forks.parse::<u32>().expect("a number") > 0);
 }
 
 /// A thread of the drop-in needs 2^60 bytes for its stack.

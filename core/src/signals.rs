@@ -1,14 +1,30 @@
 //! Signals that this library keeps from the program.
 
 use std::mem::MaybeUninit;
+use std::time::{Duration, Instant};
 
 /// The signals of writes: to a pipe without a reader, and above the limit of file sizes.
 const OF_WRITES: [libc::c_int; 2] = [libc::SIGPIPE, libc::SIGXFSZ];
 
-/// The signals of this thread that were blocked before.
-struct Blocked(libc::sigset_t);
+/// How often a lock is tried again around a fork.
+const FORK_PERIOD: Duration = Duration::from_micros(50);
+
+/// Blocks signals of this thread until it is dropped. It has those that were blocked before.
+#[derive(Debug)]
+pub struct Blocked(libc::sigset_t);
 
 impl Blocked {
+    /// Blocks all signals. With those of a lock, no handler runs on a thread that has it.
+    pub fn all() -> Blocked {
+        let mut all = MaybeUninit::uninit();
+        // SAFETY: the call fills the set.
+        let all = unsafe {
+            libc::sigfillset(all.as_mut_ptr());
+            all.assume_init()
+        };
+        Blocked::new(&all)
+    }
+
     /// Blocks signals, in addition to those that are blocked.
     fn new(signals: &libc::sigset_t) -> Blocked {
         let mut before = MaybeUninit::uninit();
@@ -30,14 +46,20 @@ impl Drop for Blocked {
 /// Calls `start` with all signals of this thread blocked: a thread that it starts handles none of
 /// the program's signals, from its first instruction on.
 pub fn without_signals<T>(start: impl FnOnce() -> T) -> T {
-    let mut all = MaybeUninit::uninit();
-    // SAFETY: the call fills the set.
-    let all = unsafe {
-        libc::sigfillset(all.as_mut_ptr());
-        all.assume_init()
-    };
-    let _blocked = Blocked::new(&all);
+    let _blocked = Blocked::all();
     start()
+}
+
+/// Tries to get a lock around a fork, for a time at most. The handler of a signal may fork: a thread that the signal
+/// interrupted in the queue of another lock must not enter a queue, as waiting for a lock does.
+pub fn lock_around_fork<T>(limit: Duration, attempt: impl Fn() -> Option<T>) -> Option<T> {
+    let begun = Instant::now();
+    loop {
+        match attempt() {
+            None if begun.elapsed() < limit => std::thread::sleep(FORK_PERIOD),
+            locked => return locked,
+        }
+    }
 }
 
 /// Calls `write`, whose writes only fail where they would end the program by a signal.

@@ -297,6 +297,16 @@ pub fn missing_arm64() -> Option<&'static str> {
         .then_some("'cargo xtask arm64' builds and tests it")
 }
 
+/// Loads a library of the tests before that of the drop-in.
+pub fn load_beside(command: &mut Command, library: &str) {
+    let mut all = built(library).into_os_string();
+    if let Some((_, Some(preloaded))) = command.get_envs().find(|(name, _)| *name == "LD_PRELOAD") {
+        all.push(":");
+        all.push(preloaded);
+    }
+    command.env("LD_PRELOAD", all);
+}
+
 /// A program that is about to be started, without variables of llama-sidecar and without input.
 pub fn plain_command(program: impl AsRef<OsStr>) -> Command {
     let mut command = Command::new(program);

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::arrivals::{Arrivals, Read, Reason, State};
 use super::memory::{self, Slots, Span};
@@ -30,6 +30,7 @@ use super::requests::{UNITS, Unit};
 use crate::descriptors::{Kept, read_to_string};
 use crate::experts::{ExpertIndex, ExpertSlice, ExpertTensor, Projection};
 use crate::memory::free_memory;
+use crate::signals::{self, Blocked};
 
 /// What a use counts one token later: half after 16 tokens. A constant, because the drop-in links no
 /// library of mathematical functions.
@@ -397,7 +398,7 @@ impl Residents {
         // The last page of a file may have a part only.
         let needed = (slice.offset - span.offset + slice.nbytes) as usize;
         let is_read = read.is_ok_and(|read| read >= needed);
-        let mut held = self.held.lock();
+        let (_blocked, mut held) = self.lock();
         held.end_read();
         let may_place = is_read && held.may_map() && held.generation == generation;
         // SAFETY: the tensor is mapped there until the reader ends, as its owner has promised.
@@ -449,7 +450,7 @@ impl Residents {
 
     /// Returns a slot of a size for a matrix, and the generation; others give theirs back. `None` where none can.
     fn take_slot(&self, len: usize, wanted: usize) -> Option<(usize, u32)> {
-        let mut held = self.held.lock();
+        let (_blocked, mut held) = self.lock();
         let mut is_new = true;
         if !held.may_map() || len > self.slot_bytes {
             return None;
@@ -547,19 +548,24 @@ impl Residents {
 
     /// Maps the files again, so that a forked child shares no slot, until [`Residents::after_fork`].
     pub fn before_fork(&self) {
-        let mut held = self.held.lock();
-        let spans = held.pieces.iter().map(|piece| self.span(*piece as usize));
-        for span in spans.collect::<Vec<_>>().into_iter().flatten() {
+        let Some(mut held) = self.lock_around_fork() else {
+            return;
+        };
+        let pieces = std::mem::take(&mut held.pieces);
+        for span in pieces.iter().filter_map(|piece| self.span(*piece as usize)) {
             if !held.may_map() || !self.restore(&mut held, &span) {
                 break;
             }
         }
+        held.pieces = pieces;
         held.forks += 1;
     }
 
     /// Maps what is here in the parent of a fork.
     pub fn after_fork(&self) {
-        let mut held = self.held.lock();
+        let Some(mut held) = self.lock_around_fork() else {
+            return;
+        };
         held.forks = held.forks.saturating_sub(1);
         if held.may_map() {
             for piece in held.pieces.iter().map(|piece| *piece as usize) {
@@ -570,6 +576,17 @@ impl Residents {
                 }
             }
         }
+    }
+
+    /// Locks what is here. The handler of a signal may fork, and lock it: no signal is handled until both values are
+    /// dropped, the lock first.
+    fn lock(&self) -> (Blocked, MutexGuard<'_, Held>) {
+        (Blocked::all(), self.held.lock())
+    }
+
+    /// The same around a fork, however long another thread has the lock.
+    fn lock_around_fork(&self) -> Option<MutexGuard<'_, Held>> {
+        signals::lock_around_fork(Duration::MAX, || self.held.try_lock())
     }
 
     /// Returns what keeping a matrix is worth: more for one that is used sooner.
@@ -594,7 +611,7 @@ impl Residents {
             return;
         };
         let needed = self.mapped.others.saturating_add(program::untouched());
-        let mut held = self.held.lock();
+        let (_blocked, mut held) = self.lock();
         if !held.may_map() {
             return;
         }
@@ -620,7 +637,7 @@ impl Residents {
 
     /// Gives all memory back, since the file has other bytes.
     pub fn read_again(&self) {
-        let mut held = self.held.lock();
+        let (_blocked, mut held) = self.lock();
         held.generation += 1;
         while held.may_map() && self.give_back(&mut held, None) {}
     }

@@ -16,6 +16,7 @@ use std::time::Duration;
 
 use once_cell::sync::{Lazy, OnceCell};
 use sidecar_core::reload::{Pauses, Switched};
+use sidecar_core::signals;
 
 use crate::sync::{
     AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Condvar, Instant, Mutex, MutexGuard,
@@ -488,7 +489,7 @@ fn now_ms() -> u64 {
 /// Keeps switches away from the fork that follows: a child would have tensors that are replaced in
 /// part. A switch that does not end soon is not waited for.
 pub fn hold_for_fork() {
-    let held = BARRIER.switch.try_lock_for(LONGEST_FORK_WAIT);
+    let held = signals::lock_around_fork(LONGEST_FORK_WAIT, || BARRIER.switch.try_lock());
     HOLDS.set(held.is_some());
     std::mem::forget(held);
 }

@@ -13,6 +13,7 @@ use sidecar_core::config::{Config, ExpertStream};
 use sidecar_core::experts::ExpertName;
 use sidecar_core::memory::free_memory;
 use sidecar_core::protocol::{Event, NoEffect, StreamFigures};
+use sidecar_core::signals;
 use sidecar_core::stream::program::{self, Allocation};
 use sidecar_core::stream::{Mapped, Matrices, Reader, Settings};
 use sidecar_core::text;
@@ -191,7 +192,7 @@ impl Capability for Streaming {
 
     fn before_fork(&self) {
         // The same readers are there after the fork.
-        if let Some(streams) = STREAMS.try_read_for(LONGEST_WAIT) {
+        if let Some(streams) = signals::lock_around_fork(LONGEST_WAIT, || STREAMS.try_read()) {
             streams
                 .iter()
                 .for_each(|stream| stream.reader.before_fork());

@@ -263,7 +263,7 @@ impl<T> Mutex<T> {
         }
     }
 
-    pub fn try_lock_for(&self, _: Duration) -> Option<MutexGuard<'_, T>> {
+    pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         Some(self.lock())
     }
 
