@@ -27,7 +27,7 @@ const CRATES: [&str; 9] = [
 const MOST_LINES: [(&str, usize); 9] = [
     ("core", 20_680),
     ("src", 11_700),
-    ("preload", 26_050),
+    ("preload", 26_100),
     ("cli", 25_150),
     ("xtask", 10_600),
     ("testkit", 4_700),

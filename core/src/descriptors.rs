@@ -146,7 +146,7 @@ impl<T: AsFd> Kept<T> {
                 Ok(&self.opened)
             }
             _ => Err(io::Error::other(
-                "the program has closed a descriptor that it did not open",
+                "the program has closed a descriptor that it did not open, or this thread has other descriptors (unshare)",
             )),
         }
     }

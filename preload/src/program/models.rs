@@ -185,7 +185,7 @@ const LOST: &str = "its memory is not that which the program loaded: the program
 const REPLACED: &str = "one of its files was replaced while the program loaded it, and which of both the program has is not known: start the program again";
 
 /// Why nothing is swapped now.
-const UNCHECKED: &str = "whether the program still has the memory that it loaded is not known: /proc/self/maps or /proc/self/mem cannot be read; mount /proc, or raise the limit of open files (ulimit -n)";
+const UNCHECKED: &str = "whether the program still has the memory that it loaded is not known: /proc/self/maps cannot be read, or neither /proc/self/mem nor process_vm_readv is permitted; mount /proc, or raise the limit of open files (ulimit -n)";
 
 /// The models that the program has loaded.
 struct Registered {
