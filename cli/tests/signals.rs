@@ -198,6 +198,8 @@ fn what_a_killed_command_leaves_goes_with_the_next_one() {
 
 #[test]
 fn a_comparison_ends_by_the_signal() {
+    // The command starts nothing without it.
+    testkit::host::preload_library();
     for signal in [SIGINT, SIGTERM, SIGHUP] {
         let folder = tempfile::tempdir().expect("a folder");
         let ready = folder.path().join("ready");

@@ -69,13 +69,13 @@ const CHECKS: &[Check] = &[
     .unless(site::missing),
     Check::new("header is current", header::check),
     Check::new("fixtures", || fixtures::make().map(|_| ())),
+    Check::new("drop-in and hosts are built", hosts),
     Check::new("rust tests", || {
         let mut cargo = command("cargo", &root());
         cargo.args(["test", "--quiet", "--workspace", "--no-fail-fast", "--"]);
         run(cargo.args(["--skip", ON_EMULATED_DISK]))
     }),
     Check::new("post-fetch on a simulated CUDA driver", postfetch_tests),
-    Check::new("drop-in and hosts are built", hosts),
     Check::new("llama.cpp is built from source", llama_cpp::make),
     Check::new("emulated disk", || {
         run(&mut serial_tests("slow_disk", &[]))?;
