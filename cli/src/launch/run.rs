@@ -86,7 +86,7 @@ const FIRST: [(&str, &str); 9] = [
         "stream-experts",
         "Read experts from disk when they are known",
     ),
-    ("stream-memory", "Memory for experts from disk, in MiB"),
+    ("stream-memory", "Memory for experts from disk: 800M, 5G"),
     ("post-fetch", "Copy experts to a GPU when they are known"),
     ("expert-cache", "Keep recently used experts on a GPU"),
     ("socket", "Control socket; by default commands find it"),
@@ -137,14 +137,19 @@ fn argument(flag: &'static str, variable: &'static Variable) -> Arg {
             .require_equals(true)
             .default_missing_value(bare_flag)
             .value_parser(values.to_vec()),
-        Kind::Memory => value("MIB")
+        Kind::Memory => value("SIZE")
             .num_args(0..=1)
             .require_equals(true)
             .default_missing_value("auto")
             .value_parser(move |text: &str| checked(variable, text)),
         Kind::Level => value("LEVEL").value_parser(["off", "error", "warn", "info", "debug"]),
         Kind::Number { .. } | Kind::Text(_) => {
-            value("N").value_parser(move |text: &str| checked(variable, text))
+            let name = match variable.kind {
+                Kind::Number { unit: MIB, .. } => "SIZE",
+                Kind::Number { unit, .. } if microseconds(unit).is_some() => "TIME",
+                _ => "N",
+            };
+            value(name).value_parser(move |text: &str| checked(variable, text))
         }
     }
 }
@@ -164,10 +169,47 @@ fn without_links(markdown: &str) -> String {
     text + rest
 }
 
-/// Returns a value that the variable accepts.
+/// The unit of sizes in the table of variables.
+const MIB: &str = "MiB";
+
+/// Returns the microseconds of a unit of times, as an option or the table of variables names it.
+fn microseconds(unit: &str) -> Option<f64> {
+    Some(match unit {
+        "us" | "microseconds" => 1.0,
+        "ms" | "milliseconds" => 1e3,
+        "s" | "seconds" => 1e6,
+        "m" | "minutes" => 6e7,
+        "h" => 3.6e9,
+        _ => return None,
+    })
+}
+
+/// Returns a value that the variable accepts. Sizes and times have their unit, or that of the variable.
 fn checked(variable: &Variable, text: &str) -> Result<String, String> {
-    variable.check(OsStr::new(text))?;
-    Ok(text.to_owned())
+    let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit = &text[number.len()..];
+    let in_unit = match variable.kind {
+        _ if number.is_empty() || unit.is_empty() => None,
+        Kind::Memory | Kind::Number { unit: MIB, .. } => Some(size(text)? as f64 / 1048576.0),
+        Kind::Number { unit: of, .. } => microseconds(of).and_then(|of| {
+            let number: f64 = number.parse().ok()?;
+            Some(number * microseconds(unit)? / of)
+        }),
+        _ => None,
+    };
+    let value = match in_unit {
+        Some(value) if value.fract() != 0.0 => {
+            let unit = match variable.kind {
+                Kind::Number { unit, .. } => unit,
+                _ => MIB,
+            };
+            return Err(format!("expected a whole number of {unit}, found {value}"));
+        }
+        Some(value) => value.to_string(),
+        None => text.to_owned(),
+    };
+    variable.check(OsStr::new(&value))?;
+    Ok(value)
 }
 
 impl clap::Args for Settings {
@@ -637,6 +679,32 @@ mod tests {
             predicting: None,
             experts_used: Vec::new(),
         }
+    }
+
+    #[test]
+    fn sizes_and_times_have_a_unit() {
+        let set = |flag: &str, text: &str| {
+            let variable = flags().find(|(name, _)| *name == flag).expect("a flag").1;
+            checked(variable, text)
+        };
+        for (flag, text, value) in [
+            ("stream-memory", "800M", "800"),
+            ("stream-memory", "1.5G", "1536"),
+            ("stream-memory", "7", "7"),
+            ("expert-cache", "6G", "6144"),
+            ("expert-cache", "auto", "auto"),
+            ("poll-ms", "2s", "2000"),
+            ("poll-ms", "0.5s", "500"),
+            ("expert-trace-every-s", "5m", "300"),
+            ("expert-trace-every-s", "9", "9"),
+        ] {
+            assert_eq!(set(flag, text).as_deref(), Ok(value), "{flag} {text}");
+        }
+        let refused = |flag, text| set(flag, text).expect_err("refused");
+        assert!(refused("stream-memory", "1K").contains("a whole number of MiB"));
+        assert!(refused("stream-memory", "8X").contains("a size such as"));
+        assert!(refused("expert-trace-every-s", "5ms").contains("a whole number of seconds"));
+        assert!(refused("poll-ms", "2x").contains("milliseconds"));
     }
 
     #[test]
