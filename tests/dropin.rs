@@ -289,25 +289,6 @@ fn bad_files_are_logged_once_and_swap_nothing() {
 }
 
 #[test]
-fn cached_context_is_kept_and_never_cleared_behind_the_host() {
-    let (_folder, path) = copied("smollm2.gguf");
-    let mut written = Vec::new();
-    for kv in ["keep", "clear"] {
-        replace(&path, &fixture("smollm2.gguf"));
-        let with = DropIn::On(vec![("LLAMA_HOTSWAP_KV", kv.into())]);
-        let mut host = Host::start(Program::C, &path, &with);
-        host.text(6);
-        replace(&path, &fixture("smollm2-mixed.gguf"));
-        assert_eq!(taken(&host.control("reload")), (8, 0));
-        written.push(host.ask("more 8"));
-        let refused = host.logged("LLAMA_HOTSWAP_KV=\"clear\"");
-        assert_eq!(refused.len(), usize::from(kv == "clear"), "{refused:?}");
-        assert!(refused.iter().all(|line| line.contains("--server URL")));
-    }
-    assert_eq!(written[0], written[1]);
-}
-
-#[test]
 fn two_contexts_evaluate_on_two_threads_while_tensors_are_swapped() {
     let (_folder, path) = copied("smollm2.gguf");
     let files = [fixture("smollm2.gguf"), fixture("smollm2-mixed.gguf")];

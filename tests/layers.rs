@@ -25,7 +25,7 @@ const CRATES: [&str; 9] = [
 
 /// The most lines of Rust in a folder. A change that needs more states why in its commit, and raises the number here.
 const MOST_LINES: [(&str, usize); 9] = [
-    ("core", 20_680),
+    ("core", 20_660),
     ("src", 11_700),
     ("preload", 26_100),
     ("cli", 25_150),

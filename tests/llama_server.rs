@@ -14,20 +14,13 @@ use hosts::servers::{
 use hosts::{copied, streaming, taken};
 use serde_json::{Value, json};
 use testkit::fixtures::fixture;
-use testkit::host::{DropIn, built, replace};
+use testkit::host::{built, replace};
 use testkit::server::{Answer, Options, Request, Server, quantize};
 use testkit::skipped;
 
 /// A prompt in two parts; the text after the second depends on the first.
 const FRANCE: &str = "The capital of Spain is Madrid, of Italy Rome. The capital of France";
 const FRANCE_IS: &str = "The capital of Spain is Madrid, of Italy Rome. The capital of France is";
-
-fn with_kv(slots: usize, kv: &str) -> Options {
-    Options {
-        drop_in: DropIn::On(vec![("LLAMA_HOTSWAP_KV", kv.into())]),
-        ..Options::new(slots)
-    }
-}
 
 /// What a server without the drop-in that is started with a fixture answers.
 fn fresh(file: &str, slots: usize) -> Vec<Answer> {
@@ -245,41 +238,21 @@ fn go_on_after_a_swap(server: &Server, path: &Path, slots: usize) -> Vec<Answer>
     (0..slots).map(go_on).collect()
 }
 
-/// Slots that are not emptied go on with what they have cached, which is all of it.
-fn goes_on_with_its_prompt(server: &Server, path: &Path, slots: usize) {
-    for answer in go_on_after_a_swap(server, path, slots) {
-        assert!(answer.cached > 10, "{answer:?}");
-        assert!(answer.text.starts_with(" Paris"), "{answer:?}");
-    }
-}
-
+/// They go on with what they have cached, which is all of it.
 #[test]
 fn slots_that_are_not_emptied_keep_their_prompt() {
     for slots in [1, 2, 4] {
         let (_folder, path) = copied("smollm2.gguf");
-        let server = Server::start(&path, &with_kv(slots, "keep"));
-        goes_on_with_its_prompt(&server, &path, slots);
+        let server = Server::start(&path, &Options::new(slots));
+        for answer in go_on_after_a_swap(&server, &path, slots) {
+            assert!(answer.cached > 10, "{answer:?}");
+            assert!(answer.text.starts_with(" Paris"), "{answer:?}");
+        }
         end(server);
     }
     let server = Server::start(&fixture("smollm2-mixed.gguf"), &without_drop_in(1));
     let without = server.complete(&Request::new(" is", 4));
     assert!(!without.text.contains("Paris"), "the prompt shows");
-}
-
-/// `clear` behind the server's back would make it abort, or answer without its prompt.
-#[test]
-fn clear_is_refused_by_name_and_nothing_is_cleared() {
-    for slots in [1, 2, 4] {
-        let (_folder, path) = copied("smollm2.gguf");
-        let server = Server::start(&path, &with_kv(slots, "clear"));
-        goes_on_with_its_prompt(&server, &path, slots);
-        let (status, log) = server.end();
-        assert!(status.success(), "{status}");
-        let refused = |line: &&String| {
-            line.contains("llama-sidecar: error") && line.contains("LLAMA_HOTSWAP_KV")
-        };
-        assert_eq!(log.iter().filter(refused).count(), 1, "{}", log.join("\n"));
-    }
 }
 
 /// A server that streams experts.

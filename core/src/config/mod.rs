@@ -117,8 +117,6 @@ impl Config {
         let rounds = values.switch("LLAMA_SIDECAR_ROUNDS") || control_file.is_some();
         let own_hotswap = values.get("LLAMA_SIDECAR_HOTSWAP", |value| Ok(is_on(value)));
         let poll = values.interval("LLAMA_HOTSWAP_POLL_MS", Duration::from_millis);
-        // Checked for its message alone: there is one setting.
-        values.text("LLAMA_HOTSWAP_KV");
         let mut config = Config {
             postfetch,
             program_postfetch,

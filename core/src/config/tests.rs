@@ -155,8 +155,6 @@ fn drop_in_variables() {
         (false, Some(3 << 20))
     );
     assert_eq!(config.control, Some(OwnPath("/tmp/socket".into())));
-    let config = parse(&[("LLAMA_HOTSWAP_KV", "clear")]);
-    assert!(config.rejected[0].contains("cache_prompt=false"));
 }
 
 #[test]
@@ -362,22 +360,19 @@ fn a_bad_value_is_named_and_the_default_used() {
 
 /// A value of a variable that is not its default.
 fn other(variable: &Variable) -> &'static str {
-    let values = [
-        "1", "0", "7", "auto", "on", "cpu", "debug", "3,1", "attn=1", "keep",
-    ];
+    let values = ["1", "0", "7", "auto", "on", "cpu", "debug", "3,1", "attn=1"];
     let is_valid = |value: &&str| variable.check(value.as_ref()).is_ok();
     let is_other = |value: &&str| !variable.is_default(value.as_ref());
     let found = values
         .into_iter()
         .find(|value| is_valid(value) && is_other(value));
-    found.unwrap_or("keep")
+    found.unwrap_or("1")
 }
 
 #[test]
 fn a_variable_that_turns_nothing_on_is_reported() {
     // They turn something off, or concern messages.
-    const ALONE: [&str; 6] = [
-        "LLAMA_HOTSWAP_KV",
+    const ALONE: [&str; 5] = [
         "LLAMA_POSTFETCH_FORCE_CPU",
         "LLAMA_POSTFETCH_USE_DEDICATED_STREAMS",
         "LLAMA_SIDECAR_JOURNAL",

@@ -111,13 +111,6 @@ pub static VARIABLES: &[Variable] = &[
         flag: None,
     },
     Variable {
-        name: "LLAMA_HOTSWAP_KV",
-        default: Value("keep"),
-        kind: Text(cached_context),
-        help: "drop-in: treatment of [cached context](docs/hot-swap.md#cached-context) after a swap; only `keep` is accepted",
-        flag: None,
-    },
-    Variable {
         name: "LLAMA_SIDECAR_CONTROL",
         default: Described("none"),
         kind: Path,
@@ -553,14 +546,6 @@ pub(super) fn is_on(value: &OsStr) -> bool {
 /// Returns a value as text.
 pub(super) fn utf8(value: &OsStr) -> Result<&str, String> {
     value.to_str().ok_or_else(|| "expected UTF-8".into())
-}
-
-fn cached_context(text: &str) -> Result<(), String> {
-    match text {
-        "keep" => Ok(()),
-        "clear" => Err("llama-server and similar programs keep their own record of cached tokens and would lose their prompt: send requests with cache_prompt=false, or use 'llama-sidecar ctl reload --server URL'".into()),
-        _ => Err("expected keep".into()),
-    }
 }
 
 /// Writes variables as a table in Markdown.
