@@ -500,6 +500,28 @@ fn folders_grow_by_decision_alone() {
     );
 }
 
+/// The steps of docs/architecture.md: rows of a file and a function.
+#[test]
+fn the_steps_of_the_documentation_exist() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let page = fs::read_to_string(root.join("docs/architecture.md")).expect("a page");
+    let steps: Vec<(&str, &str)> = page
+        .lines()
+        .filter_map(|line| {
+            let (file, rest) = line.strip_prefix("| `")?.split_once("` | `")?;
+            let (function, _) = rest.split_once("` | ")?;
+            file.ends_with(".rs").then_some((file, function))
+        })
+        .collect();
+    assert_eq!(steps.len(), 30, "{steps:?}");
+    for (file, function) in steps {
+        let text = fs::read_to_string(root.join(file)).unwrap_or_default();
+        let defined = [format!("fn {function}("), format!("fn {function}<")];
+        let exists = defined.iter().any(|start| text.contains(start));
+        assert!(exists, "{file} has no function {function}");
+    }
+}
+
 #[test]
 fn imports_that_point_up_and_circles_are_found() {
     let folder = tempfile::tempdir().expect("a folder");
