@@ -416,7 +416,7 @@ fn a_swap_of_the_file_quantises_as_llama_quantize_does() {
     let (succeeded, text) = swap(&["--as", "q8_0"]);
     assert!(succeeded, "{text}");
     assert!(
-        text.contains("done; undo it with: llama-sidecar swap "),
+        text.contains("done; undo it with: llama-sidecar undo "),
         "{text}"
     );
     let expected = small.path("expected.gguf");
