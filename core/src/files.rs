@@ -18,7 +18,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{
     FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown,
 };
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::SystemTime;
 
@@ -442,29 +442,55 @@ fn resolve(path: &Path) -> io::Result<PathBuf> {
     Err(io::Error::from_raw_os_error(libc::ELOOP))
 }
 
-/// Returns a path that names the same file when the descriptors of this process have changed: that of the file, for a path
-/// that names a descriptor, such as `/dev/fd/3`, or a link to one. Fails if the file has no path.
+/// Returns a path that names the same file when this process has other descriptors and another folder: that of the file, for
+/// a path through `/proc`, such as `/dev/fd/3` and `/proc/self/cwd/m.gguf`. Fails if the file has no path.
 pub fn lasting_path(path: &Path) -> io::Result<PathBuf> {
-    let mut at = path.to_owned();
-    for _ in 0..MAX_LINKS {
-        let is_in_proc = fs::canonicalize(folder_of(&at))?.starts_with("/proc");
-        if !fs::symlink_metadata(&at)?.is_symlink() {
-            return Ok(path.to_owned());
-        }
-        let target = fs::read_link(&at)?;
-        if is_in_proc {
-            let of = |path: &Path| fs::metadata(path).map(|found| (found.dev(), found.ino()));
-            return match of(&target) {
-                Ok(file) if target.is_absolute() && file == of(&at)? => Ok(target),
-                _ => Err(io::Error::other(format!(
-                    "{} names a descriptor of a file without a path: open the file by its path",
-                    text::path(path)
-                ))),
-            };
-        }
-        at = folder_of(&at).join(target);
+    if !passes_proc(path)? {
+        return Ok(path.to_owned());
     }
-    Err(io::Error::from_raw_os_error(libc::ELOOP))
+    let of = |path: &Path| fs::metadata(path).map(|found| (found.dev(), found.ino()));
+    let file = of(path)?;
+    match fs::canonicalize(path) {
+        Ok(target) if of(&target).is_ok_and(|found| found == file) => Ok(target),
+        _ => Err(io::Error::other(format!(
+            "{} names a descriptor of a file without a path: open the file by its path",
+            text::path(path)
+        ))),
+    }
+}
+
+/// Whether the links and folders of an absolute path lead through `/proc`.
+fn passes_proc(path: &Path) -> io::Result<bool> {
+    let mut at = PathBuf::new();
+    let mut rest: Vec<PathBuf> = vec![path.to_owned()];
+    let mut links = 0;
+    while let Some(next) = rest.pop() {
+        let mut components = next.components();
+        let Some(first) = components.next() else {
+            continue;
+        };
+        rest.push(components.as_path().to_owned());
+        match first {
+            Component::ParentDir => {
+                at.pop();
+                continue;
+            }
+            Component::CurDir => continue,
+            first => at.push(first),
+        }
+        if at.starts_with("/proc") {
+            return Ok(true);
+        }
+        if fs::symlink_metadata(&at)?.is_symlink() {
+            links += 1;
+            if links > MAX_LINKS {
+                return Err(io::Error::from_raw_os_error(libc::ELOOP));
+            }
+            rest.push(fs::read_link(&at)?);
+            at.pop();
+        }
+    }
+    Ok(false)
 }
 
 /// Whether a path names a descriptor of this process, as `/dev/stdout` does. The kernel follows
@@ -556,12 +582,58 @@ fn start_of(file: &File) -> io::Result<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsRawFd;
     use std::os::unix::fs::{chown, symlink};
 
     use super::*;
 
     /// Another user, if this process may give files away.
     const OTHER: u32 = 65534;
+
+    #[test]
+    fn a_path_through_proc_is_that_of_the_file() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let folder = folder.path().canonicalize().expect("a folder");
+        let [real, deleted] = ["real", "deleted"].map(|name| folder.join(name));
+        for path in [&real, &deleted] {
+            fs::write(path, "bytes").expect("free space");
+        }
+        let at = |name: &str, target: &Path| {
+            symlink(target, folder.join(name)).expect("a link");
+            folder.join(name)
+        };
+        let opened = File::open(&real).expect("a file");
+        let in_folder = File::open(&folder).expect("a folder");
+        let [number, of_folder] = [opened.as_raw_fd(), in_folder.as_raw_fd()];
+        let through = [
+            format!("/proc/self/fd/{number}").into(),
+            format!("/dev/fd/{number}").into(),
+            format!("/proc/thread-self/fd/{number}").into(),
+            format!("/dev/fd/{of_folder}/real").into(),
+            format!("/proc/self/root{}", real.display()).into(),
+            at("number", format!("/proc/self/fd/{number}").as_ref()),
+            at("folder", format!("/dev/fd/{of_folder}").as_ref()).join("real"),
+        ];
+        for path in through {
+            assert_eq!(lasting_path(&path).expect("a path"), real, "{path:?}");
+        }
+        // Links of the user are followed each time.
+        at("linked", Path::new("."));
+        for path in [
+            real.clone(),
+            at("link", Path::new("./linked/real")),
+            folder.join("linked/real"),
+        ] {
+            assert_eq!(lasting_path(&path).expect("a path"), path);
+        }
+        let gone = File::open(&deleted).expect("a file");
+        fs::remove_file(&deleted).expect("a file");
+        let path = format!("/dev/fd/{}", gone.as_raw_fd());
+        let refused = lasting_path(path.as_ref()).expect_err("no path");
+        assert!(refused.to_string().contains("without a path"), "{refused}");
+        let around = at("around", Path::new("around"));
+        assert!(lasting_path(&around).is_err());
+    }
 
     fn give_away(path: &Path) -> bool {
         let given = chown(path, Some(OTHER), None);
