@@ -3,6 +3,7 @@
 //! Threads start when the first model is complete. In a forked child the drop-in is off, and
 //! it calls nothing of ggml once the process exits.
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Once};
 use std::time::Duration;
@@ -12,6 +13,7 @@ use sidecar_core::experts::{ExpertIndex, Routing};
 use sidecar_core::files;
 use sidecar_core::logger;
 use sidecar_core::protocol::{Event, NoEffect};
+use sidecar_core::signals::Blocked;
 use sidecar_core::text;
 
 use crate::control::{self, clients};
@@ -195,10 +197,18 @@ fn no_effect() -> Vec<NoEffect> {
         .collect()
 }
 
+thread_local! {
+    /// From before a fork until after it, so that no handler forks meanwhile.
+    static FORKING: Cell<Option<Blocked>> = const { Cell::new(None) };
+}
+
 extern "C" fn before_fork() {
     if !FORKED.load(Ordering::SeqCst) {
+        let blocked = Blocked::all();
         barrier::hold_for_fork();
         report(|to| to.before_fork());
+        // Fails on a thread that is ending, as below.
+        let _ = FORKING.try_with(|of| of.set(Some(blocked)));
     }
 }
 
@@ -207,6 +217,7 @@ extern "C" fn after_fork_in_parent() {
         report(|to| to.after_fork());
     }
     barrier::release_after_fork();
+    let _ = FORKING.try_with(Cell::take);
 }
 
 /// Turns the drop-in off: its threads do not exist in a forked child, and locks may be held
@@ -214,4 +225,5 @@ extern "C" fn after_fork_in_parent() {
 extern "C" fn after_fork_in_child() {
     FORKED.store(true, Ordering::SeqCst);
     OFF.store(true, Ordering::SeqCst);
+    let _ = FORKING.try_with(Cell::take);
 }
