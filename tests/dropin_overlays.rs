@@ -109,7 +109,8 @@ fn a_host_with_overlays_writes_what_a_new_process_writes() {
         ] {
             let output = undo(&host, arguments);
             assert!(output.status.success(), "{output:?}");
-            let expected = format!("nothing to undo: no change{which} is in force");
+            let expected =
+                format!("nothing to undo: no swap, mask, margin or freeze{which} is in force");
             assert!(said(&output).contains(&expected), "{output:?}");
         }
         assert_eq!(host.text(TOKENS), before);

@@ -45,10 +45,17 @@ pub fn run(options: &UndoOptions) -> Result<()> {
         bail!("--json prints the reply of a program: also pass its socket with -s");
     }
     let changed = swap::restore(model, options.tensor.as_ref(), options.dry_run)?;
-    match options.at.socket.is_some() && changed {
-        true => control::reload(&options.at, &server::ServerOptions::default()),
-        false => Ok(()),
+    if options.at.socket.is_none() || !changed {
+        return Ok(());
     }
+    // An earlier 'undo' of the program has frozen reloads, because this file was another one.
+    let socket = options.at.socket()?;
+    let answer = control::ask(&socket, &Request::Status, options.at.limit)?;
+    if control::parsed::<Status>(&answer)?.frozen {
+        let reply = control::ask(&socket, &Request::Unfreeze, options.at.limit)?;
+        control::done(&reply)?;
+    }
+    control::reload(&options.at, &server::ServerOptions::default())
 }
 
 fn of_program(options: &UndoOptions) -> Result<()> {
@@ -59,49 +66,50 @@ fn of_program(options: &UndoOptions) -> Result<()> {
     let status: Status = control::parsed(&answer)?;
     let steps = steps(&status, options.tensor.as_ref())?;
     let mut undone = Vec::new();
+    let mut failed = Ok(());
     for Step { what, request } in &steps {
-        let reply = match options.dry_run {
-            true => json!(null),
-            false => control::ask(&socket, request, options.at.limit)?,
-        };
-        match (options.at.json, options.dry_run) {
-            (true, true) => undone.push(json!({"what": what})),
-            (true, false) => {
-                control::done(&reply)?;
+        if options.dry_run {
+            match options.at.json {
+                true => undone.push(json!({"what": what})),
+                false => println!("dry run: would return to this: {what}"),
+            }
+            continue;
+        }
+        // The other steps are done even if this one fails.
+        let reply = control::ask(&socket, request, options.at.limit)?;
+        let done = match options.at.json {
+            true => {
                 undone.push(json!({"what": what, "reply": reply}));
+                control::done(&reply)
             }
-            (false, true) => println!("dry run: would return to this: {what}"),
-            (false, false) => {
-                control::print_reply(&socket, request, reply)?;
-                println!("done: {what}");
-            }
+            false => control::print_reply(&socket, request, reply),
+        };
+        match done {
+            Ok(()) if options.at.json => {}
+            Ok(()) => println!("done: {what}"),
+            Err(error) => failed = failed.and(Err(error.context(format!("not undone: {what}")))),
         }
     }
     if options.at.json {
-        let answer = json!({"ok": true, "dry_run": options.dry_run, "undone": undone});
-        return Ok(writeln!(stdout(), "{answer:#}")?);
+        let (ok, dry_run) = (failed.is_ok(), options.dry_run);
+        let answer = json!({"ok": ok, "dry_run": dry_run, "undone": undone});
+        writeln!(stdout(), "{answer:#}")?;
+        return failed;
     }
     if steps.is_empty() {
-        println!("{}", nothing(options.tensor.as_ref()));
+        println!("{}", nothing(&status, options.tensor.as_ref()));
     }
     if let Some(next) = frozen(&status, &steps) {
         println!("{next}");
     }
-    Ok(())
+    failed
 }
 
 /// Returns the changes of a program, in the order in which they are undone.
 fn steps(status: &Status, tensor: Option<&Regex>) -> Result<Vec<Step>> {
     let mut steps = Vec::new();
     let mut add = |what: String, request| steps.push(Step { what, request });
-    let pattern = tensor.map(|tensor| NamePattern::parse(tensor.as_str()));
-    let pattern = pattern.transpose().map_err(anyhow::Error::msg)?;
-    let is_meant = |name: &str| {
-        let name = std::ffi::CString::new(name).unwrap_or_default();
-        pattern
-            .as_ref()
-            .is_none_or(|pattern| pattern.matches(&name))
-    };
+    let is_meant = meant(tensor)?;
     let count = |of: &dyn Fn(&ModelStatus) -> usize| status.models.iter().map(of).sum::<usize>();
     let overlaid = count(&|model| {
         let names = model.overlays.iter().map(|of| of.tensor.as_str());
@@ -153,11 +161,36 @@ fn steps(status: &Status, tensor: Option<&Regex>) -> Result<Vec<Step>> {
     Ok(steps)
 }
 
-fn nothing(tensor: Option<&Regex>) -> String {
+/// Returns whether a tensor of a name is to be undone.
+fn meant(tensor: Option<&Regex>) -> Result<impl Fn(&str) -> bool> {
+    let pattern = tensor.map(|tensor| NamePattern::parse(tensor.as_str()));
+    let pattern = pattern.transpose().map_err(anyhow::Error::msg)?;
+    Ok(move |name: &str| {
+        let name = std::ffi::CString::new(name).unwrap_or_default();
+        pattern
+            .as_ref()
+            .is_none_or(|pattern| pattern.matches(&name))
+    })
+}
+
+/// Returns why nothing was undone, and the next step.
+fn nothing(status: &Status, tensor: Option<&Regex>) -> String {
+    let of_file = |model: &&ModelStatus| {
+        let is_meant = meant(tensor);
+        let mut changed = model.changed.iter().filter(|of| of.from.is_none());
+        is_meant.is_ok_and(|is_meant| changed.any(|of| is_meant(&of.name)))
+    };
+    if let Some(model) = status.models.iter().find(of_file) {
+        let file = model.files.first().map(|file| quoted(file.as_ref()));
+        return format!(
+            "nothing was undone: the tensors are those of a file that changed: return them with: llama-sidecar undo {} --tensor REGEX -s SOCKET",
+            file.unwrap_or_default()
+        );
+    }
     let which = tensor.map(|of| format!(" of tensors that match '{}'", text::line(of.as_str())));
     let which = which.unwrap_or_default();
     format!(
-        "nothing to undo: no change{which} is in force; 'llama-sidecar undo MODEL' returns the files of a model"
+        "nothing to undo: no swap, mask, margin or freeze{which} is in force; 'llama-sidecar undo MODEL' returns the files of a model"
     )
 }
 
@@ -169,7 +202,7 @@ fn frozen(status: &Status, steps: &[Step]) -> Option<String> {
     let model = status.models.iter().find(|of| of.differs)?;
     let file = quoted(model.files.first()?.as_ref());
     stays.then(|| {
-        format!("next: 'llama-sidecar undo {file}' returns the file that 'swap' changed; 'llama-sidecar ctl unfreeze' uses files as they are")
+        format!("reloads stay frozen: a file of the model is another one than at the start. If 'swap' changed it, return it and reload: llama-sidecar undo {file} -s SOCKET\nto use files as they are: llama-sidecar ctl unfreeze")
     })
 }
 
@@ -257,7 +290,7 @@ mod tests {
         assert_eq!(requests(&status, None), []);
         let next = frozen(&status, &[]).expect("a step");
         assert!(
-            next.contains("undo /m.gguf") && next.contains("ctl unfreeze"),
+            next.contains("undo /m.gguf -s") && next.contains("ctl unfreeze"),
             "{next}"
         );
     }

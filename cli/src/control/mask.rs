@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use sidecar_core::files;
 use sidecar_core::protocol::{LayerMask, Request};
 use sidecar_core::text;
@@ -32,7 +32,7 @@ impl MaskOptions {
     pub fn request(self) -> Result<Request> {
         let masks = match &self.experts {
             Some(path) => read(path)?,
-            None => self.layer,
+            None => once(self.layer, "--layer")?,
         };
         ensure!(
             self.clear || !masks.is_empty(),
@@ -96,10 +96,9 @@ pub fn read(path: &Path) -> Result<Vec<LayerMask>> {
         )
     })?;
     ensure!(!masks.is_empty(), "{} names no layer", text::path(path));
-    let mut layers = BTreeSet::new();
+    let masks = once(masks, &text::path(path))?;
     for LayerMask { layer, experts } in &masks {
         let path = text::path(path);
-        ensure!(layers.insert(layer), "{path} names layer {layer} twice");
         let mut named = BTreeSet::new();
         for expert in experts {
             ensure!(
@@ -109,6 +108,16 @@ pub fn read(path: &Path) -> Result<Vec<LayerMask>> {
         }
     }
     Ok(masks)
+}
+
+/// Returns masks that name each layer once; `source` is where they are from.
+fn once(masks: Vec<LayerMask>, source: &str) -> Result<Vec<LayerMask>> {
+    let mut layers = BTreeSet::new();
+    let mut named = masks.iter().map(|mask| mask.layer);
+    match named.find(|layer| !layers.insert(*layer)) {
+        Some(layer) => bail!("{source} names layer {layer} twice"),
+        None => Ok(masks),
+    }
 }
 
 #[cfg(test)]

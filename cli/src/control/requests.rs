@@ -236,9 +236,13 @@ pub fn reload(at: &Control, server: &ServerOptions) -> Result<()> {
     erased.transpose()?;
     done(&answer)?;
     let reloads: Reloads = parsed(&answer)?;
-    match at.json || reloads.reports.iter().all(is_idle) {
-        true => Ok(()),
-        false => say_undo(socket, "undo"),
+    let swaps = |reload: &ModelReload| match reload {
+        ModelReload::Done(report) => report.swapped > 0,
+        ModelReload::Failed { .. } => false,
+    };
+    match !at.json && reloads.reports.iter().any(swaps) {
+        true => say_undo(socket, "undo"),
+        false => Ok(()),
     }
 }
 
@@ -630,24 +634,6 @@ fn print_reloads(out: &mut impl Write, reloads: &Reloads) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// Whether a reload had no tensor to look at.
-fn is_idle(reload: &ModelReload) -> bool {
-    match reload {
-        ModelReload::Failed { .. } => false,
-        ModelReload::Done(report) => {
-            let counts = [
-                report.swapped,
-                report.returned,
-                report.unchanged,
-                report.in_place,
-            ];
-            counts.iter().all(|count| *count == 0)
-                && report.refused == 0
-                && report.failure.is_none()
-        }
-    }
 }
 
 fn print_report(out: &mut impl Write, report: &ReloadReport) -> Result<()> {
