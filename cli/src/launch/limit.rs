@@ -10,7 +10,8 @@ use anyhow::{Context, Result, bail};
 use sidecar_core::memory::control_groups;
 use sidecar_core::text;
 
-/// What the names of groups start with; the number of this process follows.
+/// What the names of groups start with; the number of this process follows, and letters that processes of other containers
+/// with the same number do not have.
 const PREFIX: &str = "llama-sidecar-";
 /// The settings of version 2 and of version 1, each with that for memory and swap space.
 const SETTINGS: [(&str, &str); 2] = [
@@ -68,11 +69,14 @@ fn groups(parents: &[PathBuf], bytes: u64) -> Result<MemoryLimit> {
             continue;
         };
         remove_left(parent);
-        let folder = parent.join(format!("{PREFIX}{}", std::process::id()));
-        let made = fs::create_dir(&folder).and_then(|()| {
+        let made = tempfile::Builder::new()
+            .prefix(&format!("{PREFIX}{}-", std::process::id()))
+            .tempdir_in(parent);
+        let made = made.and_then(|made| {
             let group = MemoryLimit {
-                folder: folder.clone(),
+                folder: made.keep(),
             };
+            let folder = &group.folder;
             fs::write(folder.join(limit), bytes.to_string())?;
             let most = if with_swap.starts_with("memory.swap") {
                 0
@@ -87,7 +91,7 @@ fn groups(parents: &[PathBuf], bytes: u64) -> Result<MemoryLimit> {
         });
         match made {
             Ok(group) => return Ok(group),
-            Err(error) => reasons.push(format!("{}: {error}", text::path(&folder))),
+            Err(error) => reasons.push(format!("{}: {error}", text::path(parent))),
         }
     }
     match reasons.first() {
@@ -114,7 +118,7 @@ fn remove_left(parent: &Path) {
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
         let name = entry.file_name();
         let process = name.to_str().and_then(|name| name.strip_prefix(PREFIX));
-        let process = process.and_then(|number| number.parse::<u32>().ok());
+        let process = process.and_then(|rest| rest.split_once('-')?.0.parse::<u32>().ok());
         if process.is_some_and(|process| !Path::new(&format!("/proc/{process}")).exists()) {
             // One with processes stays.
             let _ = remove(&entry.path());
@@ -122,7 +126,16 @@ fn remove_left(parent: &Path) {
     }
 }
 
+/// Removes a group, with those that killed commands have left in it. Fails if a process is in one of them.
 fn remove(folder: &Path) -> io::Result<()> {
+    if fs::read(folder.join("cgroup.procs")).is_ok_and(|of| !of.is_empty()) {
+        return Err(ErrorKind::ResourceBusy.into());
+    }
+    for entry in fs::read_dir(folder)?.flatten() {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            remove(&entry.path())?;
+        }
+    }
     // Version 1 only: what the group still has in the page cache.
     let emptied = OpenOptions::new()
         .write(true)
@@ -141,25 +154,16 @@ mod tests {
         let of = || groups(&[parent.path().to_owned()], 1 << 20);
         let reason = |made: Result<MemoryLimit>| format!("{:#}", made.err().expect("no group"));
         assert!(reason(of()).contains("no control group above"));
-        // A folder that is no group: the setting of the group itself does not appear in a new one.
-        fs::write(parent.path().join("memory.limit_in_bytes"), "").expect("free space");
-        fs::create_dir(
-            parent
-                .path()
-                .join(format!("{PREFIX}{}", std::process::id())),
-        )
-        .expect("free space");
-        assert!(reason(of()).contains("File exists"), "{}", reason(of()));
     }
 
     #[test]
     fn groups_of_killed_commands_are_removed() {
         let parent = tempfile::tempdir().expect("a folder");
         let numbers = [4_194_305, std::process::id()];
-        let folders = numbers.map(|number| parent.path().join(format!("{PREFIX}{number}")));
+        let folders = numbers.map(|number| parent.path().join(format!("{PREFIX}{number}-abc")));
         folders
             .iter()
-            .for_each(|folder| fs::create_dir(folder).expect("free space"));
+            .for_each(|folder| fs::create_dir_all(folder.join("inner")).expect("free space"));
         remove_left(parent.path());
         assert_eq!(folders.map(|folder| folder.exists()), [false, true]);
     }
