@@ -571,6 +571,8 @@ fn write(change: &Change<'_>, needs: &[Need]) -> Result<(Written, Option<Written
     let needed = space::needed_at(needs, &target.path)?;
     let new = change.new.write(target, &target.path, needed)?;
     let beside = Originals::beside(&target.path);
+    // This command may write none there.
+    rewrite::remove_left(&beside);
     let originals = change.originals.as_ref();
     let originals = originals.map(|originals| originals.write(target, &beside, needed));
     Ok((new, originals.transpose()?))

@@ -83,10 +83,7 @@ impl<'a> Draft<'a> {
     /// Writes the file next to `path`, with owner, mode and attributes of the model, and checks
     /// its content. `needed` is the space that all new files need on the file system.
     pub fn write(&self, target: &Target, path: &Path, needed: u64) -> Result<Written> {
-        let folder = folder_of(path);
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let prefix = format!(".{name}.swap-");
-        let made = temporary::file(folder, &prefix).map_err(anyhow::Error::from);
+        let made = temporary::file(folder_of(path), &prefix(path)).map_err(anyhow::Error::from);
         let written = made.and_then(|file| {
             // Attributes first, so that a failure comes before the copy.
             let attributes = Attributes::of(&target.file);
@@ -112,7 +109,7 @@ impl<'a> Draft<'a> {
                 if is_out_of_space(&error) {
                     what += &format!(
                         "; {needed} bytes are needed in {}: free some space",
-                        text::path(folder)
+                        text::path(folder_of(path))
                     );
                 }
                 Err(error.context(what))
@@ -264,4 +261,15 @@ fn copy(from: &GgufFile, at: u64, len: u64, to: &File, bar: &ProgressBar) -> Res
         bar.inc(step);
     }
     Ok(())
+}
+
+/// What the names of temporary files for a path start with.
+fn prefix(path: &Path) -> String {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    format!(".{name}.swap-")
+}
+
+/// Removes temporary files for a path that killed commands have left.
+pub fn remove_left(path: &Path) {
+    temporary::remove_left(folder_of(path), &prefix(path), "", false);
 }

@@ -56,6 +56,18 @@ fn data_of(file: &Gguf, name: &str) -> usize {
             .sum::<usize>()
 }
 
+/// A command that was killed leaves a temporary file for new originals, and a restore of all tensors writes none.
+#[test]
+fn what_a_killed_command_left_of_originals_goes_with_the_next() {
+    let it = Fixture::new(32);
+    succeeds(&it.tensors(FIRST));
+    let left = it.at(".model.gguf.originals.new.swap-0123456789abcdef");
+    fs::write(&left, "part").expect("free space");
+    let names = it.files();
+    succeeds(&["undo", &it.model]);
+    assert!(names.len() > it.files().len() && !Path::new(&left).exists());
+}
+
 #[test]
 fn originals_behind_a_link_are_refused_wherever_it_leads() {
     let it = Fixture::new(32);
