@@ -64,7 +64,8 @@ fn of_program(options: &UndoOptions) -> Result<()> {
     control::done(&answer)?;
     text::one_line(&mut answer);
     let status: Status = control::parsed(&answer)?;
-    let steps = steps(&status, options.tensor.as_ref())?;
+    let is_meant = meant(options.tensor.as_ref())?;
+    let steps = steps(&status, options.tensor.as_ref(), &is_meant);
     let mut undone = Vec::new();
     let mut failed = Ok(());
     for Step { what, request } in &steps {
@@ -97,7 +98,7 @@ fn of_program(options: &UndoOptions) -> Result<()> {
         return failed;
     }
     if steps.is_empty() {
-        println!("{}", nothing(&status, options.tensor.as_ref()));
+        println!("{}", nothing(&status, options.tensor.as_ref(), is_meant));
     }
     if let Some(next) = frozen(&status, &steps) {
         println!("{next}");
@@ -106,10 +107,9 @@ fn of_program(options: &UndoOptions) -> Result<()> {
 }
 
 /// Returns the changes of a program, in the order in which they are undone.
-fn steps(status: &Status, tensor: Option<&Regex>) -> Result<Vec<Step>> {
+fn steps(status: &Status, tensor: Option<&Regex>, is_meant: impl Fn(&str) -> bool) -> Vec<Step> {
     let mut steps = Vec::new();
     let mut add = |what: String, request| steps.push(Step { what, request });
-    let is_meant = meant(tensor)?;
     let count = |of: &dyn Fn(&ModelStatus) -> usize| status.models.iter().map(of).sum::<usize>();
     let overlaid = count(&|model| {
         let names = model.overlays.iter().map(|of| of.tensor.as_str());
@@ -158,7 +158,7 @@ fn steps(status: &Status, tensor: Option<&Regex>) -> Result<Vec<Step>> {
             add(what, Request::Prefer { margin });
         }
     }
-    Ok(steps)
+    steps
 }
 
 /// Returns whether a tensor of a name is to be undone.
@@ -174,11 +174,10 @@ fn meant(tensor: Option<&Regex>) -> Result<impl Fn(&str) -> bool> {
 }
 
 /// Returns why nothing was undone, and the next step.
-fn nothing(status: &Status, tensor: Option<&Regex>) -> String {
+fn nothing(status: &Status, tensor: Option<&Regex>, is_meant: impl Fn(&str) -> bool) -> String {
     let of_file = |model: &&ModelStatus| {
-        let is_meant = meant(tensor);
         let mut changed = model.changed.iter().filter(|of| of.from.is_none());
-        is_meant.is_ok_and(|is_meant| changed.any(|of| is_meant(&of.name)))
+        changed.any(|of| is_meant(&of.name))
     };
     if let Some(model) = status.models.iter().find(of_file) {
         let file = model.files.first().map(|file| quoted(file.as_ref()));
@@ -213,7 +212,8 @@ mod tests {
 
     fn requests(status: &Status, tensor: Option<&str>) -> Vec<Request> {
         let tensor = tensor.map(|text| Regex::new(text).expect("an expression"));
-        let steps = steps(status, tensor.as_ref()).expect("an expression");
+        let is_meant = meant(tensor.as_ref()).expect("an expression");
+        let steps = steps(status, tensor.as_ref(), is_meant);
         steps.into_iter().map(|step| step.request).collect()
     }
 

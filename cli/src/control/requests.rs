@@ -93,22 +93,26 @@ fn seconds(text: &str) -> Result<Duration, String> {
 
 /// Sends a request and prints the reply, as text or as JSON.
 pub fn run(at: &Control, request: &Request) -> Result<()> {
-    let socket = &*at.socket()?;
+    run_at(&at.socket()?, at, request)
+}
+
+/// Sends a request that changes something, prints the reply, and how to undo it.
+pub fn change(at: &Control, request: &Request, undo: &str) -> Result<()> {
+    let socket = at.socket()?;
+    run_at(&socket, at, request)?;
+    match at.json {
+        true => Ok(()),
+        false => say_undo(&socket, undo),
+    }
+}
+
+fn run_at(socket: &Path, at: &Control, request: &Request) -> Result<()> {
     let answer = ask(socket, request, at.limit)?;
     if at.json {
         writeln!(stdout(), "{answer:#}")?;
         return finish(request, &answer);
     }
     print_reply(socket, request, answer)
-}
-
-/// Sends a request that changes something, prints the reply, and how to undo it.
-pub fn change(at: &Control, request: &Request, undo: &str) -> Result<()> {
-    run(at, request)?;
-    match at.json {
-        true => Ok(()),
-        false => say_undo(&at.socket()?, undo),
-    }
 }
 
 /// Prints how a change of a program is undone.

@@ -144,9 +144,9 @@ fn argument(flag: &'static str, variable: &'static Variable) -> Arg {
             .value_parser(move |text: &str| checked(variable, text)),
         Kind::Level => value("LEVEL").value_parser(["off", "error", "warn", "info", "debug"]),
         Kind::Number { .. } | Kind::Text(_) => {
-            let name = match variable.kind {
-                Kind::Number { unit: MIB, .. } => "SIZE",
-                Kind::Number { unit, .. } if microseconds(unit).is_some() => "TIME",
+            let name = match unit_of(variable) {
+                MIB => "SIZE",
+                unit if microseconds(unit).is_some() => "TIME",
                 _ => "N",
             };
             value(name).value_parser(move |text: &str| checked(variable, text))
@@ -172,6 +172,15 @@ fn without_links(markdown: &str) -> String {
 /// The unit of sizes in the table of variables.
 const MIB: &str = "MiB";
 
+/// Returns the unit of a variable, which is empty for what has none.
+fn unit_of(variable: &Variable) -> &'static str {
+    match variable.kind {
+        Kind::Memory => MIB,
+        Kind::Number { unit, .. } => unit,
+        _ => "",
+    }
+}
+
 /// Returns the microseconds of a unit of times, as an option or the table of variables names it.
 fn microseconds(unit: &str) -> Option<f64> {
     Some(match unit {
@@ -188,22 +197,18 @@ fn microseconds(unit: &str) -> Option<f64> {
 fn checked(variable: &Variable, text: &str) -> Result<String, String> {
     let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit = &text[number.len()..];
-    let in_unit = match variable.kind {
+    let of = unit_of(variable);
+    let in_unit = match of {
         _ if number.is_empty() || unit.is_empty() => None,
-        Kind::Memory | Kind::Number { unit: MIB, .. } => Some(size(text)? as f64 / 1048576.0),
-        Kind::Number { unit: of, .. } => microseconds(of).and_then(|of| {
+        MIB => Some(size(text)? as f64 / 1048576.0),
+        of => microseconds(of).and_then(|of| {
             let number: f64 = number.parse().ok()?;
             Some(number * microseconds(unit)? / of)
         }),
-        _ => None,
     };
     let value = match in_unit {
         Some(value) if value.fract() != 0.0 => {
-            let unit = match variable.kind {
-                Kind::Number { unit, .. } => unit,
-                _ => MIB,
-            };
-            return Err(format!("expected a whole number of {unit}, found {value}"));
+            return Err(format!("expected a whole number of {of}, found {value}"));
         }
         Some(value) => value.to_string(),
         None => text.to_owned(),
