@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use sidecar_core::gguf::{FileId, GgufFile};
+use sidecar_core::gguf::GgufFile;
 use sidecar_core::text;
 
 use super::base::{self, Base};
@@ -104,9 +104,8 @@ impl<'a> Session<'a> {
     fn check_model(&self) -> Result<()> {
         for file in self.files {
             let path = file.source.path();
-            let now = FileId::of_path(path);
             ensure!(
-                now.is_ok_and(|now| now.same_stamp(&file.source.id())),
+                file.source.id().is_at(path),
                 "{} was replaced or written during the measurements: start again",
                 text::path(path)
             );

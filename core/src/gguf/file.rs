@@ -76,6 +76,11 @@ impl FileId {
         self.same_inode(other) && stamp(self) == stamp(other)
     }
 
+    /// Returns whether the file at a path is this one, by its inode, size and modification time.
+    pub fn is_at(&self, path: &Path) -> bool {
+        FileId::of_path(path).is_ok_and(|now| now.same_stamp(self))
+    }
+
     /// Returns whether there is no sign that the file was written since it was `earlier`.
     ///
     /// If only the time of change differs, a writer may have set the modification time back. A

@@ -9,7 +9,6 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use sidecar_core::config::Config;
 use sidecar_core::error::Error;
-use sidecar_core::gguf::FileId;
 use sidecar_core::protocol::{
     Blocked, FileEvent, FileStatus, Hashes, Metrics, Milliseconds, ModelHash, ModelReload,
     ModelStatus, NoEffect, Overlay, ReloadReport, Reloads, Reply, Request, Round, Status,
@@ -245,10 +244,10 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
         obstacle: Config::get().hotswap.then(|| model.obstacle()).flatten(),
         uncounted: counts::uncounted(model),
         hotswaps: model.own_hotswap.map(|own| own.sentence().into()),
-        differs: model.files.iter().any(|file| {
-            let now = FileId::of_path(file.gguf.source.path());
-            !now.is_ok_and(|now| now.same_stamp(&file.trusted()))
-        }),
+        differs: {
+            let mut files = model.files.iter();
+            files.any(|file| !file.trusted().is_at(file.gguf.source.path()))
+        },
     }
 }
 
