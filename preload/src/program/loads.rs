@@ -152,6 +152,9 @@ pub fn addresses() -> Range<usize> {
 
 /// Whether a tensor was given memory and is, or may be, of a model that is being loaded.
 pub fn is_recorded(tensor: *mut Tensor) -> bool {
+    if !is_loading() {
+        return false;
+    }
     let loads = SHARED.loads.lock();
     let mut placed = loads.open.iter().flat_map(|load| &load.tensors);
     let mut unclear = loads.unclear.iter();
