@@ -1,10 +1,9 @@
 //! Pages of the command in a real browser.
 
 use std::collections::BTreeSet;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
-use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result, ensure};
@@ -15,7 +14,7 @@ use testkit::server::{Options, Request, Server};
 use crate::browser::{self, Browser, Scheme};
 use crate::install::target_folder;
 use crate::llama_cpp;
-use crate::run::{command, root, run};
+use crate::run::{Running, command, root, run};
 
 /// Widths of windows.
 const WIDTHS: [u32; 2] = [400, 1280];
@@ -95,16 +94,6 @@ fn pictures(browser: &Browser, folder: &Path, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// A command that ends with this value.
-struct Ended(Child);
-
-impl Drop for Ended {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 /// Shows a llama-server that answers requests, while its experts are read from the disk and a tensor is swapped.
 fn live_view(browser: &Browser, folder: &Path) -> Result<()> {
     let model = folder.join("mixture.gguf");
@@ -121,18 +110,14 @@ fn live_view(browser: &Browser, folder: &Path) -> Result<()> {
     };
     let server = Server::start(&model, &options);
     let nowhere = folder.join("nowhere");
-    let mut top = command(cli()?, folder)
-        .args(["top", "--web", "127.0.0.1:0", "--allow-control"])
-        .args(["--interval", "0.5", "--socket"])
-        .arg(server.socket())
-        .arg("--socket")
-        .arg(&nowhere)
-        .stdout(Stdio::piped())
-        .spawn()?;
-    let mut address = String::new();
-    BufReader::new(top.stdout.take().context("a pipe")?).read_line(&mut address)?;
-    let top = Ended(top);
-    let address = address.trim_end();
+    let (top, address) = Running::start(
+        command(cli()?, folder)
+            .args(["top", "--web", "127.0.0.1:0", "--allow-control"])
+            .args(["--interval", "0.5", "--socket"])
+            .arg(server.socket())
+            .arg("--socket")
+            .arg(&nowhere),
+    )?;
     let ended = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -140,7 +125,7 @@ fn live_view(browser: &Browser, folder: &Path) -> Result<()> {
                 server.complete(&Request::new("Once upon a time", 32));
             }
         });
-        let shown = watch(browser, folder, address, &server, &model);
+        let shown = watch(browser, folder, &address, &server, &model);
         ended.store(true, Ordering::Relaxed);
         shown
     })?;

@@ -1,8 +1,9 @@
 //! Running other programs, in folders of the repository.
 
 use std::ffi::OsStr;
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 
 use anyhow::{Context, Result, bail};
@@ -49,6 +50,27 @@ pub fn output(command: &mut Command) -> Result<String> {
         bail!("{:?} ended with {}", command.get_program(), out.status);
     }
     Ok(String::from_utf8(out.stdout)?)
+}
+
+/// A program that ends with this value.
+pub struct Running(pub Child);
+
+impl Running {
+    /// Starts a command, and returns the first line that it prints.
+    pub fn start(command: &mut Command) -> Result<(Running, String)> {
+        let mut started = Running(command.stdout(Stdio::piped()).spawn()?);
+        let printed = started.0.stdout.take().context("a pipe")?;
+        let mut line = String::new();
+        BufReader::new(printed).read_line(&mut line)?;
+        Ok((started, line.trim_end().to_owned()))
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
 
 /// Whether a program can be started.

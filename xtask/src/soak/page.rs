@@ -1,9 +1,8 @@
 //! The page of `llama-sidecar top --web` beside the run: a client that requests samples, and clients that only disturb.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::Path;
-use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -11,7 +10,7 @@ use anyhow::{Context, Result};
 
 use super::failures::Failures;
 use super::vitals::{GROWTH, Vitals};
-use crate::run::{command, root};
+use crate::run::{Running, command, root};
 
 /// Clients that only disturb.
 const CLIENTS: usize = 8;
@@ -29,7 +28,7 @@ const PAUSE: Duration = Duration::from_millis(500);
 
 /// A page of one program. It ends with this value.
 pub struct Page {
-    child: Child,
+    program: Running,
     address: String,
     token: String,
 }
@@ -37,23 +36,20 @@ pub struct Page {
 impl Page {
     /// Starts a page of the program behind a socket.
     pub fn start(cli: &Path, socket: &Path) -> Result<Page> {
-        let mut child = command(cli, &root())
-            .args(["top", "--web", "127.0.0.1:0", "--allow-control"])
-            .args(["--interval", "0.2", "--socket"])
-            .arg(socket)
-            .stdout(Stdio::piped())
-            .spawn()?;
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().context("a pipe")?).read_line(&mut line)?;
-        let printed = line.trim_end().strip_prefix("http://");
+        let (program, line) = Running::start(
+            command(cli, &root())
+                .args(["top", "--web", "127.0.0.1:0", "--allow-control"])
+                .args(["--interval", "0.2", "--socket"])
+                .arg(socket),
+        )?;
+        let printed = line.strip_prefix("http://");
         let (address, token) = printed
             .and_then(|printed| printed.split_once("/#"))
             .with_context(|| format!("expected an address with a token, found {line:?}"))?;
-        let (address, token) = (address.to_owned(), token.to_owned());
         Ok(Page {
-            child,
-            address,
-            token,
+            program,
+            address: address.to_owned(),
+            token: token.to_owned(),
         })
     }
 
@@ -73,10 +69,10 @@ impl Page {
             std::thread::sleep(PAUSE);
             // The first requests give each of its threads its memory.
             if samples == 20 {
-                first = Some(Vitals::of(self.child.id())?);
+                first = Some(Vitals::of(self.program.0.id())?);
             }
         }
-        let last = Vitals::of(self.child.id())?;
+        let last = Vitals::of(self.program.0.id())?;
         if let Some(first) = first
             && (last.threads > first.threads + CLIENTS
                 || last.descriptors > first.descriptors + CLIENTS
@@ -103,12 +99,5 @@ impl Page {
                 });
             }
         });
-    }
-}
-
-impl Drop for Page {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
