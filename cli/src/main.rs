@@ -110,8 +110,8 @@ enum Command {
     Compare(compare::CompareOptions),
     /// Find the fastest options for a model on this machine, and print them.
     ///
-    /// Measures products of the model's matrices with the program's own ggml, the disk and the memory, and
-    /// runs the program once as it was typed. No model is loaded for the measurement itself.
+    /// Runs the program as it was typed and with each option that could help, in rounds, until the last difference is
+    /// known or --minutes are over.
     Plan(plan::PlanOptions),
     /// Replace tensors in a model's files or in a running program.
     ///
@@ -168,7 +168,7 @@ enum Command {
     /// Find experts that a model can do without, and write it without them.
     ///
     /// With --leave-out, llama-perplexity measures what each cut costs, by masks in the running program, before a model is
-    /// written. Key or signal: what was measured is printed and saved. With --experts, a list of an earlier search is used.
+    /// written. Ctrl-C prints and saves what was measured. With --experts, a list of an earlier search is used.
     Prune(prune::PruneOptions),
     /// Show metadata, tensors, shards and experts of a model.
     ///
