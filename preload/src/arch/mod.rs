@@ -13,7 +13,7 @@ mod x86_64;
 #[cfg(target_arch = "aarch64")]
 pub use aarch64::*;
 #[cfg(target_arch = "aarch64")]
-pub(crate) use aarch64::{branch, enter, found, kept_or_real, routed};
+pub(crate) use aarch64::{branch, enter, found, kept_or_real, numbered, routed};
 #[cfg(target_arch = "x86_64")]
 pub use x86_64::*;
 #[cfg(target_arch = "x86_64")]
