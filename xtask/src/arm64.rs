@@ -15,14 +15,15 @@ use crate::{dist, fixtures};
 const MACHINE: Machine = Machine::Aarch64;
 
 /// Unit tests that emulation cannot run.
-const UNIT_TESTS: [&str; 4] = [
+const UNIT_TESTS: [&str; 5] = [
     // They start themselves, which needs an emulator that the kernel knows.
     "a_file_with_the_number_of_standard_error_gets_no_message",
     "a_reader_that_does_not_read_is_not_waited_for",
     // The emulator has descriptors of its own.
     "threads_leave_each_other_no_number_of_a_standard_one",
-    // It has neither cachestat nor RWF_NOWAIT.
+    // It has neither cachestat nor RWF_NOWAIT, nor process_vm_readv.
     "pages_that_were_just_written_are_cached",
+    "memory_is_read_where_its_file_may_not_be_opened",
 ];
 /// Examples that emulation cannot run.
 const EXAMPLES: [&str; 2] = [
