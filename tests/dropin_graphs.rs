@@ -43,6 +43,31 @@ fn a_graph_that_was_begun_before_a_swap_never_computes_with_old_weights() {
     }
 }
 
+/// The first evaluation computes with what the profile has, or the profile is not in use and named.
+#[test]
+fn a_profile_is_set_before_the_first_evaluation_or_not_at_all() {
+    let (folder, path) = folder(&model(1.0));
+    let other = folder.path().join("other.gguf");
+    model(2.0).replace(&other).expect("free space");
+    let profile = folder.path().join("profile");
+    let overlay = json!({"tensor": ".*", "from": other});
+    let content = json!({"llama_sidecar": "profile", "overlays": [overlay]});
+    std::fs::write(&profile, content.to_string()).expect("free space");
+    let variable = [("LLAMA_SIDECAR_PROFILE", profile.to_str().expect("UTF-8"))];
+    for (reserves, value, missing) in [(true, 2.0, 0), (false, 1.0, 1)] {
+        let mut host = Host::start(Program::Small(reserves), &path, &on(&variable));
+        settle(&mut host, value);
+        let status = host.control("status");
+        let found = status["no_effect"].as_array().map_or(0, Vec::len);
+        assert_eq!(found, missing, "{status}");
+        let named = status
+            .to_string()
+            .contains("without reserving memory first");
+        assert_eq!(named, !reserves, "{status}");
+        assert_eq!(host.end(), Some(0));
+    }
+}
+
 /// A decode that was begun before a stop is not given up: the process did not run meanwhile.
 #[test]
 fn a_stop_of_the_process_does_not_count_as_a_stall() {

@@ -3,6 +3,7 @@
 
 mod hosts;
 
+use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -121,6 +122,86 @@ fn a_host_with_overlays_writes_what_a_new_process_writes() {
         assert_eq!(identity(&path), loaded, "the model's file was not touched");
         assert_eq!(host.end(), Some(0));
     }
+}
+
+/// What the C program writes with `run --profile`, and the hashes of its evaluations.
+fn with_profile(model: &Path, profile: &Path, folder: &Path) -> (String, Vec<String>) {
+    let hashes = folder.join("hashes");
+    let mut child = Command::new(built("release/llama-sidecar"))
+        .args(["run", "--profile"])
+        .arg(profile)
+        .arg("--logits-hashes")
+        .arg(&hashes)
+        .arg("--")
+        .args([built("hosts-c/host"), fixture("upstream"), model.into()])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the command starts");
+    let lines = format!("text {TOKENS}\nend\n");
+    let mut stdin = child.stdin.take().expect("a pipe");
+    stdin.write_all(lines.as_bytes()).expect("it reads");
+    drop(stdin);
+    let output = child.wait_with_output().expect("it ends");
+    let hashes = std::fs::read_to_string(hashes).unwrap_or_default();
+    let hash = |line: &str| line.rsplit(' ').next().unwrap_or_default().to_owned();
+    // The first line names the format.
+    (said(&output), hashes.lines().skip(1).map(hash).collect())
+}
+
+#[test]
+fn a_profile_is_in_use_from_the_first_evaluation_on() {
+    let (folder, path) = copied("moe.gguf");
+    let source = folder.path().join("other.gguf");
+    replace(&source, &fixture("moe-mixed.gguf"));
+    let profile = folder.path().join("saved.json");
+    let save = |host: &Host| {
+        let command = Command::new(built("release/llama-sidecar"))
+            .args(["status", "-s"])
+            .arg(host.socket())
+            .arg("--save")
+            .arg(&profile)
+            .output();
+        said(&command.expect("the command starts"))
+    };
+    let masks = ("LLAMA_EXPERT_MASKS", "1".to_owned());
+    let mut host = Host::start(Program::C, &path, &DropIn::On(vec![masks]));
+    let before = host.text(TOKENS);
+    let nothing = save(&host);
+    assert!(nothing.contains("nothing to save"), "{nothing}");
+    let [own, other] = [&path, &source].map(|path| path.to_string_lossy().into_owned());
+    for arguments in [
+        &["--tensor", r"blk\.0\..*", "--from", &other][..],
+        &["--tensor", r"blk\.1\..*", "--from", &own, "--as", "q4_0"],
+    ] {
+        let output = swap_live(&host, arguments);
+        assert!(output.status.success(), "{output:?}");
+    }
+    let masks = json!([{"layer": 0, "experts": [0, 5]}]);
+    let masked = host.request(&json!({"cmd": "mask", "masks": masks}));
+    assert_eq!(masked["ok"], true, "{masked}");
+    let after = host.text(TOKENS);
+    assert_ne!(before.hashes, after.hashes, "they show");
+    let saved = save(&host);
+    assert!(
+        saved.contains("and the masks of 1 layers are in"),
+        "{saved}"
+    );
+    assert_eq!(host.end(), Some(0));
+
+    let (said, hashes) = with_profile(&path, &profile, folder.path());
+    assert_eq!(hashes, after.hashes, "{said}");
+    assert!(!said.contains("warning"), "{said}");
+
+    // A source with other bytes: nothing is set, and the program goes on as its file is.
+    replace(&source, &fixture("moe.gguf"));
+    let (said, hashes) = with_profile(&path, &profile, folder.path());
+    assert_eq!(hashes, before.hashes, "{said}");
+    assert!(said.contains("are not those that were requested"), "{said}");
+    std::fs::write(&profile, "{}").expect("free space");
+    let (said, _) = with_profile(&path, &profile, folder.path());
+    assert!(said.contains("is no profile of 'status --save'"), "{said}");
 }
 
 /// The tensors are those that the gguf package quantises from the same file.

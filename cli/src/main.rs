@@ -6,7 +6,7 @@
 //! | module | content |
 //! |---|---|
 //! | [`generate`] | man pages and shell completions |
-//! | [`undo`] | what was changed, in a program or in files, is returned |
+//! | [`undo`], [`profile`] | what was changed, in a program or in files, is returned, or kept for the next start |
 //! | [`swap`] | tensors from one model's files to another's or to a running program, and back |
 //! | [`prune`] | what a mixture of experts can do without |
 //! | [`margins`] | what it costs and gains to prefer experts in memory |
@@ -54,6 +54,7 @@ mod margins;
 mod output;
 mod page;
 mod plan;
+mod profile;
 mod prune;
 mod pruned;
 mod report;
@@ -140,6 +141,11 @@ enum Command {
         /// Read the tensors without a hash, and print only a content hash of each model.
         #[arg(long)]
         hash: bool,
+        /// Write the overlays and masks to a file, for 'run --profile'.
+        #[arg(long, value_name = "FILE", conflicts_with_all = ["hash", "json"])]
+        save: Option<PathBuf>,
+        #[command(flatten)]
+        outputs: output::Outputs,
     },
     /// Show what running programs hold and fetch now.
     ///
@@ -303,13 +309,21 @@ fn main() -> ExitCode {
     let arguments = help::parse::<Arguments>();
     let result = match arguments.command {
         Command::Doctor(options) => doctor::run(&options),
-        Command::Run(options) => run::run(&options),
+        Command::Run(mut options) => {
+            profile::prepare(&mut options).and_then(|held| run::run(&options, held))
+        }
         Command::Compare(options) => compare::run(&options),
         Command::Plan(options) => plan::run(&options),
         Command::Swap(options) => swap::run(options),
         Command::Undo(options) => undo::run(&options),
-        Command::Status { at, hash: true } => control::run(&at, &Request::Hash),
-        Command::Status { at, hash: false } => control::run(&at, &Request::Status),
+        Command::Status {
+            at,
+            save: Some(path),
+            outputs,
+            ..
+        } => profile::save(&at, &path, outputs),
+        Command::Status { at, hash: true, .. } => control::run(&at, &Request::Hash),
+        Command::Status { at, .. } => control::run(&at, &Request::Status),
         Command::Top(options) => top::run(&options),
         Command::Trace { at, reset: true } => control::run(&at, &Request::TraceReset),
         Command::Trace { at, reset: false } => control::run(&at, &Request::Trace),

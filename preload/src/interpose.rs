@@ -655,10 +655,15 @@ unsafe extern "C-unwind" fn sched_reserve(sched: *mut Sched, graph: *mut Graph) 
     let (call, _inside) = entered();
     let found = allocating(&call, sched, graph, false);
     let scheduler = found.as_ref().map(|(scheduler, _)| *scheduler);
-    let _rests = scheduler.map(|scheduler| Finally(move || scheduler.rest()));
+    let rests = scheduler.map(|scheduler| Finally(move || scheduler.rest()));
     let real = meant!(call, *mut Sched, *mut Graph);
     // SAFETY: the arguments of the call.
-    unsafe { real(sched, graph) }
+    let reserved = unsafe { real(sched, graph) };
+    if rests.is_some() {
+        drop(rests);
+        guarded(|| lifecycle::report(|to| to.memory_reserved()));
+    }
+    reserved
 }
 
 unsafe extern "C-unwind" fn sched_alloc_graph(sched: *mut Sched, graph: *mut Graph) -> usize {

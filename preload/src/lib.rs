@@ -9,6 +9,7 @@
 //! | [`interpose`] | the exported functions, which replace functions of ggml |
 //! | [`lifecycle`] | the list of capabilities; start, exit, fork, internal errors |
 //! | [`control`] | the control socket: requests, figures |
+//! | [`profile`] | overlays and masks that a model has from its first evaluation on |
 //! | [`rounds`] | rounds: llama-perplexity evaluates again and again |
 //! | [`hotswap`], [`postfetch`] | hot-swap; experts in host memory are copied early to the GPU that multiplies |
 //! | [`streaming`], [`trace`] | experts from disk as soon as they are routed; which experts are used |
@@ -42,6 +43,7 @@ mod logits;
 mod masking;
 mod postfetch;
 mod process;
+mod profile;
 mod program;
 mod rounds;
 mod streaming;

@@ -23,6 +23,7 @@ use crate::masking::ExpertMasks;
 use crate::postfetch::PostFetch;
 use crate::postfetch::page_lock::PageLock;
 use crate::process::{journal, signals};
+use crate::profile::AtLoad;
 use crate::program::capability::Capability;
 use crate::program::models::Model;
 use crate::program::{barrier, sched};
@@ -34,7 +35,7 @@ use crate::trace::routes::Routes;
 use crate::trace::saliency::Saliency;
 
 /// The capabilities, in the order in which events are reported to them.
-static CAPABILITIES: [&dyn Capability; 11] = [
+static CAPABILITIES: [&dyn Capability; 12] = [
     &Rounds,
     &Logits,
     &ExpertMasks,
@@ -45,6 +46,7 @@ static CAPABILITIES: [&dyn Capability; 11] = [
     &PageLock,
     &PostFetch,
     &HotSwap,
+    &AtLoad,
     &RoundFiles,
 ];
 

@@ -69,15 +69,14 @@ pub fn of_model(model: &Model) -> Vec<LayerMask> {
     masked.filter(|mask| !mask.experts.is_empty()).collect()
 }
 
-/// Masks experts of layers in place of those that these layers had; with `clear`, other layers have none any more.
-pub fn set(requested: &[LayerMask], clear: bool) -> Result<(), String> {
+/// Masks experts of the one of these models that has masks, in place of those that its layers had; with `clear`, other layers have none any more.
+pub fn set(models: &[Arc<Model>], requested: &[LayerMask], clear: bool) -> Result<(), String> {
     if !Config::get().expert_masks {
         return Err(NO_MASKS.into());
     }
     if requested.is_empty() && !clear {
         return Err("the request names no layer, so no mask changes: name layers with their experts, or pass clear".into());
     }
-    let models = models::loaded()?;
     let with_masks = models.iter().map(|model| (model, masks::of_model(model)));
     let with_masks: Vec<_> = with_masks.filter(|(_, masks)| !masks.is_empty()).collect();
     let [(model, masks)] = with_masks.as_slice() else {

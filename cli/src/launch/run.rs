@@ -23,6 +23,7 @@ use crate::launch::journal::{Events, JOURNAL, Journal};
 use crate::launch::limit::MemoryLimit;
 use crate::launch::{gains, own_cache, proof};
 use crate::sizes::size;
+use crate::temporary::Temporary;
 use crate::words::{quoted, quoted_words};
 
 /// A command and the settings of the drop-in in it.
@@ -39,6 +40,12 @@ pub struct RunOptions {
     /// pages that other programs have read already do not.
     #[arg(long, value_name = "SIZE", value_parser = size)]
     memory_limit: Option<u64>,
+    /// Set the overlays and masks of a file of 'status --save' before the first evaluation.
+    ///
+    /// Also when the program loads a model again. Tensors that were quantised are quantised again. If a file has other bytes
+    /// since, the profile is refused as a whole.
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
     /// Print the variables and the command, and do not run it.
     #[arg(long)]
     dry_run: bool,
@@ -273,11 +280,41 @@ impl RunOptions {
         })?;
         let options = parsed.options;
         ensure!(
-            options.command == command && !options.dry_run && options.memory_limit.is_none(),
+            options.command == command
+                && !options.dry_run
+                && options.memory_limit.is_none()
+                && options.profile.is_none(),
             "expected options of 'run' for a program that runs, found '{}'",
             quoted_words(flags)
         );
         Ok(options)
+    }
+
+    /// Returns the profile that is named.
+    pub fn profile(&self) -> Option<&Path> {
+        self.profile.as_deref()
+    }
+
+    /// Whether nothing is run.
+    pub fn is_dry(&self) -> bool {
+        self.dry_run
+    }
+
+    /// Returns the first word of the command.
+    pub fn program_word(&self) -> &OsStr {
+        &self.command[0]
+    }
+
+    /// Sets the variables for a profile whose tensors need no quantising.
+    pub fn use_profile(&mut self, path: &Path, overlays: bool, masks: bool) {
+        let switches = [
+            ("LLAMA_SIDECAR_HOTSWAP", overlays),
+            ("LLAMA_EXPERT_MASKS", masks),
+        ];
+        let on = switches.into_iter().filter(|(_, is_on)| *is_on);
+        let set = &mut self.settings.0;
+        set.extend(on.map(|(name, _)| (name, "1".into())));
+        set.push(("LLAMA_SIDECAR_PROFILE", path.into()));
     }
 }
 
@@ -394,8 +431,8 @@ impl Prepared {
 }
 
 /// Runs the command, prints a summary of the drop-in's work, and ends as the command ended.
-/// Returns only if the command cannot be run.
-pub fn run(options: &RunOptions) -> Result<()> {
+/// Returns only if the command cannot be run. `held` is dropped when the command has ended.
+pub fn run(options: &RunOptions, held: Option<Temporary>) -> Result<()> {
     let prepared = Prepared::new(options)?;
     if options.dry_run {
         for (name, value) in &prepared.variables {
@@ -455,7 +492,7 @@ pub fn run(options: &RunOptions) -> Result<()> {
         }
     }
     // The process ends below without running destructors.
-    drop((journal, limit));
+    drop((journal, limit, held));
     child::end_like(status)
 }
 

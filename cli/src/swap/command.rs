@@ -247,7 +247,11 @@ pub fn run(mut options: SwapOptions) -> Result<()> {
             &options.at,
             source.tensor.as_str(),
             &source.path,
-            &options.from,
+            options.as_type.as_ref().map(|as_type| live::Quantised {
+                from: &options.from,
+                as_type,
+                imatrix: options.imatrix.as_deref(),
+            }),
         );
     };
     let job = Job {

@@ -8,14 +8,25 @@ use sidecar_core::text;
 
 use crate::control::{self, Control};
 
-/// Sets overlays: the tensors that match take type and bytes from another model. `named` is the
-/// model that the user named, from which `from` may be quantised.
-pub fn set(at: &Control, tensor: &str, from: &Path, named: &Path) -> Result<()> {
-    let overlay = Overlay {
+/// What tensors were quantised from, and how.
+pub struct Quantised<'a> {
+    pub from: &'a Path,
+    pub as_type: &'a str,
+    pub imatrix: Option<&'a Path>,
+}
+
+/// Sets overlays: the tensors that match take type and bytes from another model, a temporary one if they were quantised.
+pub fn set(at: &Control, tensor: &str, from: &Path, made: Option<Quantised<'_>>) -> Result<()> {
+    let mut overlay = Overlay {
         tensor: tensor.into(),
         from: absolute(from)?,
-        named: (from != named).then(|| absolute(named)).transpose()?,
+        ..Overlay::default()
     };
+    if let Some(made) = made {
+        overlay.named = Some(absolute(made.from)?);
+        overlay.as_type = Some(made.as_type.into());
+        overlay.imatrix = made.imatrix.map(absolute).transpose()?;
+    }
     let request = Request::Swap {
         revert: None,
         overlays: vec![overlay],

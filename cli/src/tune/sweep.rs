@@ -312,7 +312,7 @@ impl<'a> Sweep<'a> {
                 Ok(Overlay {
                     tensor: names.join("|"),
                     from: path_text(&self.file(candidate)?)?,
-                    named: None,
+                    ..Overlay::default()
                 })
             })
             .collect()

@@ -16,7 +16,7 @@ struct Need {
 pub const CAPABILITIES: &str = "--hotswap, --stream-experts, --post-fetch, --expert-cache, --page-lock, --rounds, --expert-masks or an --expert-trace-* option";
 
 /// A variable is in one row at most.
-static NEEDS: [Need; 15] = [
+static NEEDS: [Need; 16] = [
     Need {
         variables: &["LLAMA_SIDECAR_CONTROL", "LLAMA_SIDECAR_STRICT"],
         is_met: Config::is_used,
@@ -40,8 +40,13 @@ static NEEDS: [Need; 15] = [
     },
     Need {
         variables: &["LLAMA_EXPERT_MASKS"],
-        is_met: |config| config.control.is_some(),
+        is_met: |config| config.control.is_some() || config.profile.is_some(),
         next: "also set LLAMA_SIDECAR_CONTROL (--socket), through which masks are requested",
+    },
+    Need {
+        variables: &["LLAMA_SIDECAR_PROFILE"],
+        is_met: |config| config.hotswap || config.expert_masks,
+        next: "also set LLAMA_SIDECAR_HOTSWAP=1 (--hotswap) for overlays, or LLAMA_EXPERT_MASKS=1 (--expert-masks) for masks; 'run --profile' does that",
     },
     Need {
         variables: &["LLAMA_HOTSWAP_STATUS_FILE"],

@@ -217,6 +217,8 @@ pub struct Config {
     pub memory_bytes: Option<u64>,
     /// `LLAMA_SIDECAR_LOGITS_HASHES`.
     pub logits_hashes: Option<OwnPath>,
+    /// `LLAMA_SIDECAR_PROFILE`.
+    pub profile: Option<PathBuf>,
     /// `LLAMA_SIDECAR_JOURNAL`.
     pub journal: Option<PathBuf>,
     /// `LLAMA_SIDECAR_LOG`.

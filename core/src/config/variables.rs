@@ -401,6 +401,13 @@ pub static VARIABLES: &[Variable] = &[
         flag: None,
     },
     Variable {
+        name: "LLAMA_SIDECAR_PROFILE",
+        default: Described("none"),
+        kind: Path,
+        help: "drop-in: a [profile](docs/hot-swap.md#profiles): overlays and masks that each model has from its first evaluation on; `run --profile` sets it",
+        flag: None,
+    },
+    Variable {
         name: "LLAMA_SIDECAR_SPLIT",
         default: Described("none"),
         kind: Text(|text| split(text).map(drop)),

@@ -137,6 +137,7 @@ impl NoEffect {
     pub const ROUNDS: &str = "rounds";
     pub const CONTROL_FILE: &str = "control file";
     pub const SOCKET: &str = "control socket";
+    pub const PROFILE: &str = "profile";
     /// Of the trace, in a process without a mixture.
     pub const NO_EXPERTS: &str = "nothing was counted: no evaluated model has routed experts";
 }

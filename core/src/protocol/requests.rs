@@ -82,6 +82,46 @@ pub struct Overlay {
     /// In a request, the path that [`Status`] has in place of `from`, if that is a temporary file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub named: Option<String>,
+    /// The type that tensors of the file were quantised to, if they were. A request then has `named`.
+    #[serde(default, rename = "as", skip_serializing_if = "Option::is_none")]
+    pub as_type: Option<String>,
+    /// Path of the importance matrix that they were quantised with.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub imatrix: Option<String>,
+    /// Hash of the bytes of each tensor, in 32 hexadecimal digits. A request whose tensors have other bytes is refused.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hash: Option<String>,
+}
+
+/// What is set on each model before its first evaluation: a file, from `status --save` for `run --profile`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Profile {
+    /// [`Profile::KIND`].
+    pub llama_sidecar: String,
+    /// Paths of the files of the model.
+    #[serde(default)]
+    pub files: Vec<String>,
+    /// As in a request. One with `as` and without `named` is to be quantised first.
+    #[serde(default)]
+    pub overlays: Vec<Overlay>,
+    /// Experts that are masked.
+    #[serde(default)]
+    pub masks: Vec<LayerMask>,
+}
+
+impl Profile {
+    /// What the file is.
+    pub const KIND: &str = "profile";
+
+    /// Reads a profile.
+    pub fn parse(text: &str) -> Result<Profile, String> {
+        let profile: Profile = serde_json::from_str(text).map_err(|error| error.to_string())?;
+        match profile.llama_sidecar == Profile::KIND {
+            true => Ok(profile),
+            false => Err(format!("expected \"llama_sidecar\": \"{}\"", Profile::KIND)),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -114,7 +154,7 @@ mod tests {
         let overlay = Overlay {
             tensor: "output".into(),
             from: "/other.gguf".into(),
-            named: None,
+            ..Overlay::default()
         };
         let swap = |revert: Option<&str>, overlays: &[Overlay]| Request::Swap {
             revert: revert.map(str::to_owned),

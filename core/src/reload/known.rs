@@ -6,10 +6,21 @@ use std::path::PathBuf;
 use super::content::Content;
 use crate::gguf::{FileId, GgufFile, TensorInfo};
 
+/// What a user names as the source of an overlay.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Origin {
+    /// A file, or any shard of a model.
+    pub path: PathBuf,
+    /// The type that its tensors were quantised to, if they were.
+    pub as_type: Option<String>,
+    /// The importance matrix that they were quantised with.
+    pub imatrix: Option<String>,
+}
+
 /// Where the bytes of an overlay come from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Overlay {
-    pub from: PathBuf,
+    pub from: Origin,
     /// The version of the file, and the offset of the tensor in it.
     pub version: (FileId, u64),
 }

@@ -65,6 +65,7 @@ pub use content::{Content, Defects, check_tensor, of_tensor as content_of};
 pub use detect::Trigger;
 pub use hash::of_reads as hash_reads;
 pub use hash::{Hash, of_bytes as hash_bytes, of_source as hash_source};
+pub use known::Origin;
 pub use overlay::OverlaySource;
 pub use pauses::Pauses;
 pub use registry::Changed;

@@ -6,8 +6,8 @@
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::ffi::CStr;
-use std::path::{Path, PathBuf};
+use std::ffi::{CStr, CString};
+use std::path::Path;
 use std::time::Instant;
 
 use super::commit::{Commits, FileBytes, Follows, Planned, PlannedBytes};
@@ -15,7 +15,7 @@ use super::compare::{self, Action};
 use super::content::{Content, damaged};
 use super::detect::{self, settle};
 use super::hash::Hash;
-use super::known::Overlay;
+use super::known::{Origin, Overlay};
 use super::registry::{Changed, OriginalBytes, Registry};
 use super::report::{Outcome, Report};
 use super::same_model::LoadedModel;
@@ -27,8 +27,9 @@ use crate::text;
 /// A GGUF file, or all shards of one, whose tensors can be overlays.
 #[derive(Debug)]
 pub struct OverlaySource {
-    path: PathBuf,
+    origin: Origin,
     files: Vec<GgufFile>,
+    expected: HashMap<CString, Hash>,
 }
 
 /// A tensor, and the bytes of a file that a request gives it.
@@ -37,6 +38,8 @@ struct Wanted<'a> {
     file: &'a GgufFile,
     info: &'a TensorInfo,
     follows: Follows,
+    /// The hash that the bytes must have, if the request has one.
+    expected: Option<Hash>,
 }
 
 /// How a tensor gets the bytes of the model's file again.
@@ -64,19 +67,27 @@ impl OverlaySource {
                 return Err(changing(path));
             }
         }
-        Ok(OverlaySource {
+        let origin = Origin {
             path: path.to_owned(),
+            as_type: None,
+            imatrix: None,
+        };
+        Ok(OverlaySource {
+            origin,
             files,
+            expected: HashMap::new(),
         })
     }
 
-    /// Reports another path as the file of the overlays: this one is temporary.
+    /// Reports another origin of the overlays: the file is temporary.
     #[must_use]
-    pub fn named(self, path: &Path) -> OverlaySource {
-        OverlaySource {
-            path: path.to_owned(),
-            ..self
-        }
+    pub fn of_origin(self, origin: Origin) -> OverlaySource {
+        OverlaySource { origin, ..self }
+    }
+
+    /// Refuses other bytes of a tensor than those that have this hash.
+    pub fn expect(&mut self, name: &CStr, hash: Hash) {
+        self.expected.insert(name.to_owned(), hash);
     }
 
     /// Returns whether `id` is one of the files of the source, in the version that was opened.
@@ -86,7 +97,7 @@ impl OverlaySource {
 
     /// Returns why the source has no bytes for a tensor of a model; see [`LoadedModel::misfit`].
     pub(super) fn misfit(&self, model: &LoadedModel, name: &CStr, ne: &[u64; 4]) -> Option<String> {
-        model.misfit(&self.files, &self.path, name, ne)
+        model.misfit(&self.files, &self.origin.path, name, ne)
     }
 
     fn find(&self, name: &CStr) -> Option<(&GgufFile, &TensorInfo)> {
@@ -174,8 +185,8 @@ impl Registry {
                         "tensors '{}' and '{}' are used together, and would come from {} and {}: name one file for both",
                         self.name(tensor),
                         self.name(other),
-                        text::path(&source.path),
-                        text::path(&before.path)
+                        text::path(&source.origin.path),
+                        text::path(&before.origin.path)
                     )));
                 }
             }
@@ -197,7 +208,10 @@ impl Registry {
                 tensor: at,
                 original_type: tensor.original_type,
                 ty: tensor.ty,
-                overlay: tensor.overlay.as_ref().map(|overlay| overlay.from.clone()),
+                overlay: tensor
+                    .overlay
+                    .as_ref()
+                    .map(|overlay| (overlay.from.clone(), tensor.live_hash)),
             })
             .collect()
     }
@@ -252,6 +266,7 @@ impl Registry {
                 file,
                 info,
                 follows: Follows::VersionInUse,
+                expected: None,
             })
         });
         let complete: Option<Vec<Wanted<'a>>> = bytes.collect();
@@ -282,7 +297,7 @@ impl Registry {
         }
         let (file, info) = source.find(&known.name).expect("it fits");
         let overlay = Overlay {
-            from: source.path.clone(),
+            from: source.origin.clone(),
             version: (file.source.id(), info.offset),
         };
         Ok(
@@ -291,6 +306,7 @@ impl Registry {
                 file,
                 info,
                 follows: Follows::Overlay(Box::new(overlay)),
+                expected: source.expected.get(&*known.name).copied(),
             }),
         )
     }
@@ -307,6 +323,16 @@ impl Registry {
         let mut planned = Vec::new();
         for (new, content) in wanted.into_iter().zip(contents) {
             let (tensor, file, info) = (new.tensor, new.file, new.info);
+            if let Some(expected) = new.expected.filter(|hash| *hash != content.hash)
+                && let Follows::Overlay(of) = &new.follows
+            {
+                return Err(Error::Invalid(format!(
+                    "{}: the bytes of tensor '{}' are not those that were requested: their hash is {:032x}, expected {expected:032x}: the file, the importance matrix or the ggml library that quantises is another one",
+                    text::path(&of.from.path),
+                    self.name(tensor),
+                    content.hash
+                )));
+            }
             let (action, leaves) = compare::action(self, store, tensor, info, content.hash, None);
             if action == Action::Swap
                 && let Some(why) = compare::damage(self, store, tensor, &content)

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use super::content::{Content, Defects};
 use super::hash::{Hash, of_bytes};
-use super::known::{KnownContents, Overlay};
+use super::known::{KnownContents, Origin, Overlay};
 use super::report::{Cause, FileReport, Ignored, Outcome, Report, TensorReport};
 use super::same_model::LoadedModel;
 use super::tracked::TrackedFile;
@@ -97,8 +97,8 @@ pub struct Changed {
     pub original_type: &'static TypeInfo,
     /// The type of the bytes in use.
     pub ty: &'static TypeInfo,
-    /// The file of its overlay.
-    pub overlay: Option<PathBuf>,
+    /// The source of its overlay, and the hash of the bytes in use.
+    pub overlay: Option<(Origin, Option<Hash>)>,
 }
 
 /// What is known of the bytes that a tensor had at registration. They are hashed when a swap

@@ -272,7 +272,7 @@ fn hashing_lets_a_revert_run_between_two_tensors() {
 fn overlays(engine: &Engine) -> Vec<(usize, std::path::PathBuf)> {
     let changed = engine.changed().into_iter();
     changed
-        .filter_map(|of| Some((of.tensor, of.overlay?)))
+        .filter_map(|of| Some((of.tensor, of.overlay?.0.path)))
         .collect()
 }
 
@@ -314,6 +314,25 @@ fn what_needs_a_new_start_is_noted_until_the_file_returns() {
     assert_eq!(engine.noted_files()[0].reason(), words);
     assert_eq!(reload(&with("a")), "");
     assert!(engine.noted_files().is_empty());
+}
+
+#[test]
+fn an_overlay_with_other_bytes_than_those_of_its_hash_is_refused_whole() {
+    let (_folder, path, store, engine) = open();
+    let mut other = source(&path, "other.gguf", &both(8, 9));
+    engine.overlay(&store, &[], &[(1, &other)]).unwrap();
+    let (origin, hash) = engine.changed()[0].overlay.clone().unwrap();
+    assert_eq!(origin.path, path.with_file_name("other.gguf"));
+    let hash = hash.expect("it was read");
+    other.expect(c"first.weight", hash);
+    other.expect(c"second.weight", hash);
+    engine.overlay(&store, &[1], &[]).unwrap();
+    let refused = engine.overlay(&store, &[], &[(0, &other), (1, &other)]);
+    let text = refused.unwrap_err().to_string();
+    assert!(text.contains(&format!("expected {hash:032x}")), "{text}");
+    assert_eq!(store.bytes(), [1, 2]);
+    engine.overlay(&store, &[], &[(1, &other)]).unwrap();
+    assert_eq!(store.bytes(), [1, 9]);
 }
 
 #[test]

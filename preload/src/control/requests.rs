@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -98,7 +98,7 @@ fn answer(request: Request, client: &UnixStream) -> Result<Value, String> {
             }
         }
         Request::Mask { masks, clear } => {
-            masking::set(&masks, clear)?;
+            masking::set(&models::loaded()?, &masks, clear)?;
             json!(Reply::done())
         }
         Request::Prefer { margin } => {
@@ -187,7 +187,6 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
         .iter()
         .map(|file| text::path(file.gguf.source.path()));
     let known = model.engine.changed();
-    let path = |from: &PathBuf| text::path(from);
     let mut changed = Vec::new();
     for (index, tensor) in model.tensors.iter().enumerate() {
         let instances = tensor
@@ -206,15 +205,21 @@ fn model_status(model: &Arc<Model>) -> ModelStatus {
                 .map_or("", |change| change.original_type.name())
                 .into(),
             new_type: found.map_or("", |change| change.ty.name()).into(),
-            from: found.and_then(|change| change.overlay.as_ref()).map(path),
+            from: found
+                .and_then(|change| change.overlay.as_ref())
+                .map(|(from, _)| text::path(&from.path)),
         });
     }
     let instances = model.tensors.iter().flat_map(|tensor| &tensor.instances);
     let overlays = known.iter().filter_map(|change| {
+        let (from, hash) = change.overlay.as_ref()?;
         Some(Overlay {
             tensor: model.name(change.tensor).to_string_lossy().into_owned(),
-            from: path(change.overlay.as_ref()?),
+            from: text::path(&from.path),
             named: None,
+            as_type: from.as_type.clone(),
+            imatrix: from.imatrix.clone(),
+            hash: hash.map(|hash| format!("{hash:032x}")),
         })
     });
     ModelStatus {
@@ -299,7 +304,7 @@ fn revert() -> Result<Reloads, String> {
 
 /// Reverts overlays of all models, and sets others.
 fn swap(revert: Option<&str>, overlays: &[Overlay]) -> Result<Reloads, String> {
-    let overlays = Overlays::find(revert, overlays)?;
+    let overlays = Overlays::find(&models::loaded()?, revert, overlays)?;
     Ok(with_each_model(|model| {
         let (revert, set) = overlays.of(model);
         reloader::swap(model, revert, &set)

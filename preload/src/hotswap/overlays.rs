@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use sidecar_core::gguf::{FileId, NamePattern};
 use sidecar_core::protocol::Overlay;
-use sidecar_core::reload::OverlaySource;
+use sidecar_core::reload::{Hash, Origin, OverlaySource};
 use sidecar_core::text;
 
-use crate::program::models::{self, Model};
+use crate::program::models::Model;
 
 /// The most models that a request takes tensors from: all shards of each are open.
 const MOST_SOURCES: usize = 64;
@@ -51,12 +51,15 @@ struct Wanted<'a> {
 }
 
 impl Overlays {
-    /// Opens the sources and looks up the tensors. The last overlay that names a tensor counts.
+    /// Opens the sources and looks up the tensors in models. The last overlay that names a tensor counts.
     /// Fails if an overlay can be set in no model; models in which it cannot be set are left
     /// alone otherwise.
-    pub fn find(revert: Option<&str>, overlays: &[Overlay]) -> Result<Overlays, String> {
+    pub fn find(
+        models: &[Arc<Model>],
+        revert: Option<&str>,
+        overlays: &[Overlay],
+    ) -> Result<Overlays, String> {
         let revert = revert.map(NamePattern::parse).transpose()?;
-        let models = models::loaded()?;
         let mut sources = Sources::default();
         let mut wanted = Vec::new();
         // For each tensor of each model, the last overlay that names it. Patterns can be large,
@@ -66,12 +69,16 @@ impl Overlays {
         for (at, overlay) in overlays.iter().enumerate() {
             let source = sources.open(overlay)?;
             let pattern = NamePattern::parse(&overlay.tensor)?;
+            let hash = overlay.hash.as_deref().map(parse_hash).transpose()?;
             let mut matches = false;
             for (model, last) in models.iter().zip(&mut last) {
                 for (tensor, last) in last.iter_mut().enumerate() {
                     if pattern.matches(model.name(tensor)) {
                         matches = true;
                         *last = Some(at);
+                        if let Some(hash) = hash {
+                            sources.opened[source].expect(model.name(tensor), hash);
+                        }
                     }
                 }
             }
@@ -96,7 +103,7 @@ impl Overlays {
         let found = found.collect();
         for wanted in wanted {
             if !wanted.matches {
-                return Err(no_match(&wanted.overlay.tensor, &models));
+                return Err(no_match(&wanted.overlay.tensor, models));
             }
             if let Some(misfit) = wanted.misfit.filter(|_| !wanted.fits) {
                 return Err(misfit);
@@ -127,6 +134,11 @@ impl Sources {
             return Ok(*known);
         }
         let path = text::path_of(from);
+        if overlay.as_type.is_some() && overlay.named.is_none() {
+            return Err(format!(
+                "tensors of '{from}' are to be quantised first: use 'llama-sidecar swap --as', or 'run --profile'"
+            ));
+        }
         if !path.is_absolute() {
             return Err(format!(
                 "'{from}' is not an absolute path: the program has another working directory"
@@ -143,7 +155,11 @@ impl Sources {
         if known.is_none() {
             let source = OverlaySource::open(&path).map_err(|error| error.to_string())?;
             self.opened.push(match &overlay.named {
-                Some(named) => source.named(&text::path_of(named)),
+                Some(named) => source.of_origin(Origin {
+                    path: text::path_of(named),
+                    as_type: overlay.as_type.clone(),
+                    imatrix: overlay.imatrix.clone(),
+                }),
                 None => source,
             });
         }
@@ -184,6 +200,12 @@ fn find_in_model(
         }
     }
     found
+}
+
+fn parse_hash(text: &str) -> Result<Hash, String> {
+    let is_hash = text.len() == 32;
+    let hash = Hash::from_str_radix(text, 16).ok().filter(|_| is_hash);
+    hash.ok_or_else(|| format!("expected a hash of 32 hexadecimal digits, found '{text}'"))
 }
 
 /// Returns why an overlay names no tensor.

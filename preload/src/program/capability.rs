@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use parking_lot::Mutex;
+use sidecar_core::config::Config;
 use sidecar_core::protocol::NoEffect;
 use sidecar_core::text;
 use sidecar_core::trace::Ids;
@@ -42,6 +43,10 @@ pub trait Capability: Sync {
     /// A scheduler is about to split and allocate a graph, and keeps it for evaluations if
     /// `keeps` is true.
     fn graph_allocated(&self, _scheduler: &Scheduler, _graph: &Allocated, _keeps: bool) {}
+
+    /// A scheduler has reserved memory with a graph, which is not evaluated. The thread of the program is in no function
+    /// of ggml.
+    fn memory_reserved(&self) {}
 
     /// The program is about to drop the graph that a scheduler keeps.
     fn graph_dropped(&self, _scheduler: &Scheduler) {}
@@ -157,8 +162,9 @@ impl Ended {
         // The process may end while another thread holds the lock.
         let of = self.of.try_lock();
         let all = of.iter().flat_map(|of| of.iter());
-        // A program frees its models before it ends.
-        let of_use = all.filter(|(_, (is_loaded, _))| *is_loaded || !barrier::is_shut());
+        // A program frees its models before it ends. With a profile, they get it again.
+        let is_over = barrier::is_shut() || Config::get().profile.is_some();
+        let of_use = all.filter(|(_, (is_loaded, _))| *is_loaded || !is_over);
         let report = |(path, (is_loaded, what)): (&PathBuf, &(bool, String))| NoEffect {
             requested: self.requested.into(),
             sentence: Ended::sentence(path, *is_loaded, what),
@@ -170,6 +176,9 @@ impl Ended {
     fn sentence(path: &Path, is_loaded: bool, what: &str) -> String {
         let path = text::path(path);
         match is_loaded {
+            true if Config::get().profile.is_some() => format!(
+                "{path}: the program freed the model and loaded it again: it gets what the profile has, in place of {what}"
+            ),
             true => format!(
                 "{path}: the program freed the model and loaded it again, without {what}: request them again"
             ),
