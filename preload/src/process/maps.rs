@@ -3,6 +3,7 @@
 use std::ffi::c_void;
 use std::ops::Range;
 use std::os::unix::ffi::OsStrExt;
+use std::time::Duration;
 
 use memmap2::MmapOptions;
 use sidecar_core::descriptors;
@@ -78,6 +79,25 @@ impl Maps {
             })
         };
         Maps(text.split(|&byte| byte == b'\n').filter_map(line).collect())
+    }
+
+    /// Reads until a condition holds, a few times; `None` if it cannot be read.
+    ///
+    /// The kernel does not list all mappings at one moment. Those that are replaced meanwhile, as expert streaming does, can be
+    /// missing, and are there in the next list.
+    pub fn any_list(mut holds: impl FnMut(&Maps) -> bool) -> Option<bool> {
+        const LISTS: u64 = 10;
+        for list in 0..LISTS {
+            let maps = Maps::read();
+            if maps.is_empty() {
+                return None;
+            }
+            if holds(&maps) {
+                return Some(true);
+            }
+            std::thread::sleep(Duration::from_millis(list));
+        }
+        Some(false)
     }
 
     /// Reads the same, and how the kernel lists these files; `None` for one that cannot be mapped here.
@@ -216,6 +236,21 @@ mod tests {
         assert!(!maps.has_plain(142, 8, 31));
         assert!(!maps.has_plain(132, 8, 22));
         assert!(!maps.has_plain(155, 1, 0));
+    }
+
+    #[test]
+    fn what_a_list_lacks_is_in_the_next_one() {
+        let mut lists = 0;
+        let mut nth = |nth| {
+            lists = 0;
+            Maps::any_list(|maps| {
+                lists += 1;
+                !maps.is_empty() && lists == nth
+            })
+        };
+        assert_eq!(nth(1), Some(true));
+        assert_eq!(nth(3), Some(true));
+        assert_eq!(nth(0), Some(false));
     }
 
     #[test]

@@ -307,12 +307,8 @@ impl Model {
     /// Returns why nothing may be written to it or read from it, if so: its tensors, their buffers and the mappings of its
     /// files are not those that were registered, because a call that freed them did not arrive.
     pub fn check(&self) -> Result<(), &'static str> {
-        let maps = Maps::read();
-        if maps.is_empty() {
-            return Err(UNCHECKED);
-        }
         // Streaming places memory of its own over the mapping.
-        let is_mapped = |tensor: &ModelTensor, instance: &Instance| {
+        let is_mapped = |maps: &Maps, tensor: &ModelTensor, instance: &Instance| {
             let data = instance.original.data;
             let (file, listed) = (
                 &self.files[tensor.file].gguf,
@@ -320,17 +316,19 @@ impl Model {
             );
             maps.is_of_listed(data, file, listed) || maps.is_shared_memory(data as usize)
         };
-        let is_there = |tensor: &ModelTensor| {
+        let is_there = |maps: &Maps, tensor: &ModelTensor| {
             let mut instances = tensor.instances.iter();
-            instances.all(|instance| !instance.mapped || is_mapped(tensor, instance))
+            instances.all(|instance| !instance.mapped || is_mapped(maps, tensor, instance))
         };
+        let are_there = |maps: &Maps| self.tensors.iter().all(|of| is_there(maps, of));
         let all = (0..self.tensors.len()).flat_map(|tensor| {
             let instances = 0..self.tensors[tensor].instances.len();
             instances.map(move |instance| (tensor, instance))
         });
-        match self.tensors.iter().all(is_there) {
-            true => self.check_tensors(Memory::open().as_ref(), all),
-            false => self.is_lost(),
+        match Maps::any_list(are_there) {
+            Some(true) => self.check_tensors(Memory::open().as_ref(), all),
+            Some(false) => self.is_lost(),
+            None => Err(UNCHECKED),
         }
     }
 
