@@ -119,6 +119,43 @@ fn a_server_with_overlays_answers_as_a_new_server() {
     end(server);
 }
 
+#[test]
+fn answers_before_and_after_a_swap_are_compared() {
+    let (folder, path) = copied("smollm2.gguf");
+    let server = Server::start(&path, &Options::new(1));
+    let prompts = folder.path().join("prompts");
+    std::fs::write(&prompts, "The sea is\nOnce upon a time\n").expect("free space");
+    let ask = |arguments: &[&str]| {
+        let output = Command::new(built("release/llama-sidecar"))
+            .args(["ask", "-s"])
+            .arg(server.socket())
+            .args(["--tokens", "6"])
+            .args(arguments)
+            .current_dir(folder.path())
+            .output()
+            .expect("the command starts");
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    let first = ask(&["--prompts", "prompts", "-o", "before.json"]);
+    assert!(first.contains("prompt: Once upon a time\n"), "{first}");
+    let is_same = |said: String| said.contains("2 of 2 answers are the same, 2 with the same");
+    assert!(is_same(ask(&["--against", "before.json"])));
+    let from = fixture("smollm2-mixed.gguf").display().to_string();
+    let output = swap_live(&server, &["--tensor", "blk.*", "--from", &from]);
+    assert!(output.status.success(), "{output:?}");
+    let after = ask(&["--against", "before.json"]);
+    assert!(!is_same(after.clone()), "{after}");
+    assert!(!after.contains("divergence at least 0.000000"), "{after}");
+    let undone = Command::new(built("release/llama-sidecar"))
+        .args(["undo", "-s"])
+        .arg(server.socket())
+        .output();
+    assert!(undone.expect("the command starts").status.success());
+    assert!(is_same(ask(&["--against", "before.json"])));
+    end(server);
+}
+
 /// A swap by the watching thread is none that the command did, and slots are emptied all
 /// the same; before the first swap there is nothing to empty.
 #[test]

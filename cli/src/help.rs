@@ -19,7 +19,7 @@ const PURPOSES: [(&str, &[&str], &str); 5] = [
     ),
     (
         "Try other tensors, and return",
-        &["swap", "undo", "status", "top"],
+        &["swap", "undo", "ask", "status", "top"],
         "swap --live --tensor 'blk.7.*' --from model.gguf --as q4_K",
     ),
     (

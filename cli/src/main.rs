@@ -7,6 +7,7 @@
 //! |---|---|
 //! | [`generate`] | man pages and shell completions |
 //! | [`undo`], [`profile`] | what was changed, in a program or in files, is returned, or kept for the next start |
+//! | [`ask`] | answers of a running server, before and after a change |
 //! | [`swap`] | tensors from one model's files to another's or to a running program, and back |
 //! | [`prune`] | what a mixture of experts can do without |
 //! | [`margins`] | what it costs and gains to prefer experts in memory |
@@ -39,6 +40,7 @@
 #[macro_use]
 mod print;
 
+mod ask;
 mod compare;
 mod control;
 mod deadline;
@@ -134,6 +136,11 @@ enum Command {
     /// unless a file of the model differs. With MODEL, the originals that 'swap' keeps are put back. The exit status is 0
     /// if there is nothing to undo.
     Undo(undo::UndoOptions),
+    /// Show how the answers of a running llama-server change.
+    ///
+    /// With -o, the answers to prompts are written to a file, and later ones are compared with them by --against: the text,
+    /// the likeliest tokens, and the divergence of the candidates. Each answer is computed anew, with the likeliest tokens.
+    Ask(ask::AskOptions),
     /// Show the models of a running program and their swapped tensors.
     Status {
         #[command(flatten)]
@@ -316,6 +323,7 @@ fn main() -> ExitCode {
         Command::Plan(options) => plan::run(&options),
         Command::Swap(options) => swap::run(options),
         Command::Undo(options) => undo::run(&options),
+        Command::Ask(options) => ask::run(&options),
         Command::Status {
             at,
             save: Some(path),

@@ -21,9 +21,17 @@ const WRITE: [&str; 6] = [
     "report TRACE TRACE --compare -o OUT",
 ];
 /// Commands that end before they measure, as the program is missing, and how their outputs start.
-const CHECK: [(&str, &str); 6] = [
+const CHECK: [(&str, &str); 8] = [
     ("compare -o OUT MISSING", "{ \"llama_sidecar_compare\": 1,"),
     ("compare -o OUT.json MISSING", "PAGE: Comparison"),
+    (
+        "ask 127.0.0.1:1 --prompts TEXT -o OUT",
+        "{\n  \"llama_sidecar\": \"answers\",\n",
+    ),
+    (
+        "status -s MISSING --save OUT",
+        "{\n  \"llama_sidecar\": \"profile\",\n",
+    ),
     (
         "ctl margins MODEL --text TEXT --program MISSING --report OUT",
         "PAGE: Margins",

@@ -69,27 +69,33 @@ impl ServerOptions {
             .timeout_connect(Some(Duration::from_secs(10)))
             .timeout_global(Some(Duration::from_secs(self.slot_timeout.max(1))));
         let mut server = Server {
-            url: match url.contains("://") {
-                true => url.trim_end_matches('/').to_owned(),
-                false => format!("http://{}", url.trim_end_matches('/')),
-            },
+            url: address(url)?,
             key: self.api_key.clone(),
             agent: config.build().into(),
             slots: 0,
         };
-        // Without a valid port, the request would go to port 80, with the key.
-        let address: Option<Uri> = server.url.parse().ok();
-        let authority = address.as_ref().and_then(Uri::authority);
-        ensure!(
-            authority.is_some_and(|of| of.as_str().ends_with(of.host()) || of.port_u16().is_some()),
-            "{} is no address of a server: pass one such as http://127.0.0.1:8080",
-            server.url
-        );
         server.slots = server.count_slots()?;
         server.ensure_slots_can_be_erased()?;
         ensure_no_prompt_cache(process()?)?;
         Ok(Some(server))
     }
+}
+
+/// Returns the address of a server, with its scheme.
+pub fn address(text: &str) -> Result<String> {
+    let url = text.trim_end_matches('/');
+    let url = match url.contains("://") {
+        true => url.to_owned(),
+        false => format!("http://{url}"),
+    };
+    // Without a valid port, the request would go to port 80, with the key.
+    let parsed: Option<Uri> = url.parse().ok();
+    let authority = parsed.as_ref().and_then(Uri::authority);
+    ensure!(
+        authority.is_some_and(|of| of.as_str().ends_with(of.host()) || of.port_u16().is_some()),
+        "{url} is no address of a server: pass one such as http://127.0.0.1:8080"
+    );
+    Ok(url)
 }
 
 impl Server {

@@ -34,15 +34,15 @@ pub struct RunOptions {
     /// Set a variable, also one without an option of its own.
     #[arg(long, value_name = "NAME=VALUE", value_parser = OsStringValueParser::new().try_map(setting))]
     set: Vec<Setting>,
-    /// Give the program this much memory, for example 4G, as a smaller machine has.
+    /// Run with this much memory, for example 4G.
     ///
-    /// The program runs in a control group of its own, without swap space. What it reads into the page cache counts, too;
+    /// As on a smaller machine: the program runs in a control group of its own, without swap space. What it reads into the page cache counts, too;
     /// pages that other programs have read already do not.
     #[arg(long, value_name = "SIZE", value_parser = size)]
     memory_limit: Option<u64>,
-    /// Set the overlays and masks of a file of 'status --save' before the first evaluation.
+    /// Set overlays and masks from 'status --save'.
     ///
-    /// Also when the program loads a model again. Tensors that were quantised are quantised again. If a file has other bytes
+    /// Before the first evaluation; also when the program loads a model again. Tensors that were quantised are quantised again. If a file has other bytes
     /// since, the profile is refused as a whole.
     #[arg(long, value_name = "FILE")]
     profile: Option<PathBuf>,

@@ -202,7 +202,8 @@ impl Program {
         let mut run = Run::default();
         let watched = match port {
             Some(port) => {
-                let client = |timeout| Client::new(port, self.api_key(), timeout);
+                let url = format!("http://127.0.0.1:{port}");
+                let client = |timeout| Client::new(url.clone(), self.api_key(), timeout);
                 self.serve(&mut session, client, began, compares, &mut run)
             }
             None => self.wait(&mut session, began, "has not ended", || false),

@@ -5,6 +5,7 @@ use std::net::TcpListener;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::prompts::Request;
@@ -16,7 +17,21 @@ const LONGEST_ANSWER: u64 = 64 << 20;
 /// Candidates of each token whose log-probabilities are compared.
 const CANDIDATES: u32 = 20;
 
-/// A server on this machine.
+/// A token of an answer, and the likeliest candidates in its place with their log-probabilities.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Token {
+    pub id: i64,
+    pub candidates: Vec<(i64, f64)>,
+}
+
+/// An answer to a prompt.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Answer {
+    pub content: String,
+    pub tokens: Vec<Token>,
+}
+
+/// A server.
 #[derive(Debug, Clone)]
 pub struct Client {
     agent: ureq::Agent,
@@ -34,15 +49,15 @@ pub fn listen_elsewhere(words: &mut Vec<OsString>) -> Result<u16> {
 }
 
 impl Client {
-    /// Makes a client for a port of this machine. `key` is the API key of the server.
-    pub fn new(port: u16, key: Option<String>, timeout: Duration) -> Client {
+    /// Makes a client for an address, such as `http://127.0.0.1:8080`. `key` is the API key of the server.
+    pub fn new(url: String, key: Option<String>, timeout: Duration) -> Client {
         let config = ureq::Agent::config_builder()
             .http_status_as_error(false)
             .max_idle_connections(0)
             .timeout_global(Some(timeout));
         Client {
             agent: config.build().into(),
-            url: format!("http://127.0.0.1:{port}"),
+            url,
             key,
         }
     }
@@ -56,29 +71,8 @@ impl Client {
     /// Sends a request. Returns the text of the answer and its speeds; with `compares`, the text has
     /// the log-probabilities of its likeliest tokens, too, which cost time.
     pub fn complete(&self, request: &Request, compares: bool) -> Result<(String, Speeds)> {
-        let body = json!({
-            "prompt": request.prompt,
-            "n_predict": request.tokens,
-            "temperature": 0,
-            "seed": 1,
-            "ignore_eos": true,
-            "cache_prompt": false,
-            "n_probs": if compares { CANDIDATES } else { 0 },
-        });
-        let mut post = self.agent.post(format!("{}/completion", self.url));
-        if let Some(key) = &self.key {
-            post = post.header("Authorization", format!("Bearer {key}"));
-        }
-        let answer = post
-            .header("Content-Type", "application/json")
-            .send(body.to_string())
-            .context("the server does not answer")?;
-        let (status, text) = text(answer, LONGEST_ANSWER)?;
-        if status != 200 {
-            let reason = reason(status, &text);
-            bail!("the server refuses a prompt ({status}): {reason}");
-        }
-        let parsed: Value = serde_json::from_str(&text).unwrap_or_default();
+        let candidates = if compares { CANDIDATES } else { 0 };
+        let parsed = self.post(&request.prompt, request.tokens, candidates, true)?;
         let timings = &parsed["timings"];
         let number = |name: &str| timings[name].as_f64().unwrap_or(0.0);
         let mut speeds = Speeds::default();
@@ -97,5 +91,56 @@ impl Client {
             seen += &parsed["completion_probabilities"].to_string();
         }
         Ok((seen, speeds))
+    }
+
+    /// Returns the answer to a prompt, without keys and values of earlier ones, with the likeliest token at each place.
+    pub fn ask(&self, prompt: &str, tokens: u32) -> Result<Answer> {
+        let parsed = self.post(prompt, tokens, CANDIDATES, false)?;
+        let candidate = |of: &Value| Some((of["id"].as_i64()?, of["logprob"].as_f64()?));
+        let token = |of: &Value| {
+            Some(Token {
+                id: of["id"].as_i64()?,
+                // The logarithm of 0 is null.
+                candidates: of["top_logprobs"]
+                    .as_array()?
+                    .iter()
+                    .filter_map(candidate)
+                    .collect(),
+            })
+        };
+        let tokens = parsed["completion_probabilities"].as_array();
+        let tokens = tokens.and_then(|all| all.iter().map(token).collect());
+        let content = parsed["content"].as_str().map(str::to_owned);
+        let (content, tokens) = content.zip(tokens).context(
+            "the answers of the server have no \"content\", or no \"completion_probabilities\" with \"top_logprobs\": use llama-server",
+        )?;
+        Ok(Answer { content, tokens })
+    }
+
+    /// Sends a prompt, and returns what the server replies.
+    fn post(&self, prompt: &str, tokens: u32, candidates: u32, goes_on: bool) -> Result<Value> {
+        let body = json!({
+            "prompt": prompt,
+            "n_predict": tokens,
+            "temperature": 0,
+            "seed": 1,
+            "ignore_eos": goes_on,
+            "cache_prompt": false,
+            "n_probs": candidates,
+        });
+        let mut post = self.agent.post(format!("{}/completion", self.url));
+        if let Some(key) = &self.key {
+            post = post.header("Authorization", format!("Bearer {key}"));
+        }
+        let answer = post
+            .header("Content-Type", "application/json")
+            .send(body.to_string())
+            .with_context(|| format!("the server at {} does not answer", self.url))?;
+        let (status, text) = text(answer, LONGEST_ANSWER)?;
+        if status != 200 {
+            let reason = reason(status, &text);
+            bail!("the server refuses a prompt ({status}): {reason}");
+        }
+        Ok(serde_json::from_str(&text).unwrap_or_default())
     }
 }
