@@ -13,6 +13,9 @@ pub const STYLE: &str = "\
 body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,sans-serif}\
 main{max-width:76rem;margin:0 auto;padding:1.5rem}\
 section+section{margin-top:4rem;border-top:1px solid var(--line)}\
+.columns{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,35rem),1fr));gap:0 1.5rem}\
+.columns>*{min-width:0}.columns>div{align-self:end}.columns>section{border:0}main:has(.columns){max-width:110rem}\
+section+.columns{margin-top:4rem;border-top:1px solid var(--line)}.columns>section+section{margin-top:0}\
 h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2.2rem}\
 .note{color:var(--soft);overflow-wrap:anywhere}.wide{overflow-x:auto}\
 dl{display:grid;grid-template-columns:repeat(auto-fill,minmax(14rem,1fr));gap:.8rem;margin:0}\

@@ -375,3 +375,47 @@ fn an_array_of_numpy_is_named() {
     let error = traced.error(&["routes.npy"]);
     assert!(error.contains("numpy.load('routes.npy')"), "{error}");
 }
+
+/// Cells of a page and lines of the text, for traces whose shares are known.
+#[test]
+fn a_comparison_has_a_map_of_the_differences() {
+    let traced = Traced::new();
+    let trace = |name: &str, ids: &[u32], experts: u32| {
+        let trace = Trace::new(ExpertLayout::new([(0, experts), (7, experts)]));
+        for expert in ids {
+            trace.record(0, 0);
+            trace.record(1, *expert);
+        }
+        write(&traced.path(name), &ModelMeta::default(), &trace.snapshot()).expect("free space");
+    };
+    trace("a.json", &[0, 0, 1, 2], 4);
+    trace("<b>.json", &[0, 1, 3, 3], 4);
+    trace("other.json", &[0], 3);
+    let text = traced.text(&["a.json", "<b>.json", "--compare"]);
+    let expected = "<b>.json against a.json\n\nA is a.json, B is <b>.json.\n\n\
+         layer  expert        A        B  difference in points\n    \
+         7       3   0.00 %  50.00 %                +50.00\n    \
+         7       0  50.00 %  25.00 %                -25.00\n    \
+         7       2  25.00 %   0.00 %                -25.00\n\n\
+         layer  hot in both  divergence\n";
+    assert!(text.contains(expected), "{text}");
+    traced.text(&[
+        "a.json",
+        "<b>.json",
+        "other.json",
+        "--compare",
+        "-o",
+        "page.html",
+    ]);
+    let page = std::fs::read_to_string(traced.path("page.html")).expect("it is written");
+    assert!(page.contains("&lt;b&gt;.json against a.json") && !page.contains("<b>"));
+    assert!(page.contains("other.json against a.json</h1><p class=note>Not compared:"));
+    let cells = |end: &str| page.matches(end).count();
+    assert_eq!(
+        cells("A 100.00 %, B 100.00 %, +0.00 points (+0.00 x even)<"),
+        1
+    );
+    assert_eq!(cells("points ("), 8);
+    let cell = "fill=\"#d9730d\"><title>layer 7, expert 3: A 0.00 %, B 50.00 %, +50.00 points (+2.00 x even)<";
+    assert!(page.contains(cell), "{page}");
+}

@@ -8,8 +8,8 @@ use sidecar_core::gguf::{Access, open_model};
 use sidecar_core::protocol::{Request, Traces};
 use sidecar_core::text::{self, html};
 use sidecar_core::trace::{
-    LayerStats, coverage, divergence, experts_for, overlap, ranking, to_activations,
-    to_logical_count, to_ranked_csv, to_rankings,
+    LayerStats, coverage, experts_for, ranking, to_activations, to_logical_count, to_ranked_csv,
+    to_rankings,
 };
 
 use crate::control::{self, Limit, sockets};
@@ -17,10 +17,11 @@ use crate::output::Outputs;
 use crate::page;
 use crate::print::stdout;
 use crate::report::cache::{Caches, Policy};
+use crate::report::comparison;
 use crate::report::pin::Pinned;
 use crate::report::svg;
 use crate::report::traces::TraceReport;
-use crate::sizes::{self, Table, percent};
+use crate::sizes::{self, percent};
 
 /// What `llama-sidecar report` shows, and where.
 #[derive(clap::Args)]
@@ -97,8 +98,8 @@ pub fn run(options: &ReportOptions) -> Result<()> {
     }
     if options.compare {
         let text = match options.output {
-            None => traces.iter().map(as_text).collect::<String>() + &comparisons_as_text(&traces),
-            Some(_) => page(&traces),
+            None => traces.iter().map(as_text).collect::<String>() + &comparison::as_text(&traces),
+            Some(_) => compared(&traces),
         };
         return write(options, &text);
     }
@@ -115,7 +116,7 @@ pub fn run(options: &ReportOptions) -> Result<()> {
         (None, Some(Format::Csv)) => to_ranked_csv(&traced.counts),
         (None, Some(Format::Activations)) => format!("{:#}\n", to_activations(&traced.counts)),
         (None, None) if options.svg => svg::image(&traced),
-        (None, None) if options.output.is_some() => page(&[traced]),
+        (None, None) if options.output.is_some() => page(&traced),
         (None, None) => as_text(&traced),
     };
     write(options, &text)
@@ -182,64 +183,6 @@ fn pin(options: &ReportOptions, traced: &TraceReport, share: f64) -> Result<()> 
         let _ = writeln!(text, "  their byte ranges: name a file with -o");
     }
     print(&text)
-}
-
-/// Explains the columns of [`differences`].
-const DIFFERENCES: &str = "Hot in both: share of the most used quarter of the experts that is the same. Divergence: Jensen-Shannon, 0 for equal use, 1 for use of different experts.";
-
-/// Explains a comparison of traces whose layers differ.
-const NO_DIFFERENCES: &str = "Not compared: the layers have different numbers of experts.";
-
-/// Returns how the use of experts in each trace differs from that in the first: a title and a
-/// table.
-fn comparisons(traces: &[TraceReport]) -> Vec<(String, Option<Table>)> {
-    let Some((first, others)) = traces.split_first() else {
-        return Vec::new();
-    };
-    let title = |other: &TraceReport| {
-        let title = format!("{} against {}", other.label, first.label);
-        text::line(&title).into_owned()
-    };
-    let others = others.iter();
-    others
-        .map(|other| (title(other), differences(first, other)))
-        .collect()
-}
-
-fn comparisons_as_text(traces: &[TraceReport]) -> String {
-    let comparison = |(title, table): (String, Option<Table>)| match table {
-        Some(table) => format!("{title}\n\n{}\n{DIFFERENCES}\n\n", table.as_text()),
-        None => format!("{title}\n\n{NO_DIFFERENCES}\n\n"),
-    };
-    comparisons(traces).into_iter().map(comparison).collect()
-}
-
-/// Returns overlap and divergence of each layer; `None` if the layers differ.
-fn differences(first: &TraceReport, other: &TraceReport) -> Option<Table> {
-    if first.shape() != other.shape() {
-        return None;
-    }
-    let mut table = Table::new(["layer", "hot in both", "divergence"]);
-    let layers = first.counts.layers.iter().zip(&other.counts.layers);
-    let figures = layers.map(|(a, b)| {
-        let hot = a.experts.len().div_ceil(4);
-        (a.layer, overlap(a, b, hot), divergence(a, b))
-    });
-    let figures: Vec<(u32, f64, f64)> = figures.collect();
-    let row = |name: String, overlap: f64, divergence: f64| {
-        vec![name, percent(overlap), format!("{divergence:.3}")]
-    };
-    let rows = figures.iter();
-    table.rows = rows
-        .map(|&(layer, a, b)| row(layer.to_string(), a, b))
-        .collect();
-    let mean = |of: fn(&(u32, f64, f64)) -> f64| {
-        figures.iter().map(of).sum::<f64>() / figures.len().max(1) as f64
-    };
-    table
-        .rows
-        .push(row("mean".into(), mean(|of| of.1), mean(|of| of.2)));
-    Some(table)
 }
 
 /// Returns figures over all layers.
@@ -316,18 +259,11 @@ fn unseen(traced: &TraceReport) -> Option<String> {
     ))
 }
 
-fn title(traced: &TraceReport) -> String {
-    match traced.about.name.as_str() {
-        "" => text::line(&traced.label).into_owned(),
-        name => text::line(&format!("{name} ({})", traced.label)).into_owned(),
-    }
-}
-
 /// Returns figures and a heat map for a terminal.
 fn as_text(traced: &TraceReport) -> String {
     const WIDEST: usize = 96;
     const SHADES: [char; 6] = ['.', ':', '+', '*', '#', '@'];
-    let mut text = format!("{}\n\n", title(traced));
+    let mut text = format!("{}\n\n", traced.title());
     for (name, value) in facts(traced) {
         let _ = writeln!(text, "{name:26} {value}");
     }
@@ -367,59 +303,52 @@ fn as_text(traced: &TraceReport) -> String {
 }
 
 /// Returns a self-contained page.
-fn page(traces: &[TraceReport]) -> String {
-    let mut body = String::new();
-    for traced in traces {
-        let _ = write!(body, "<section><h1>{}</h1>", html(&title(traced)));
-        body.push_str("<dl>");
-        for (name, value) in facts(traced) {
-            let _ = write!(body, "<div><dt>{name}</dt><dd>{}</dd></div>", html(&value));
-        }
-        body.push_str("</dl>");
-        if let Some(unseen) = unseen(traced) {
-            let _ = write!(body, "<p><strong>{unseen}</strong></p>");
-        }
-        let files = traced.about.files.iter().map(|file| html(&file.path));
-        let _ = write!(
-            body,
-            "<p class=note>{}</p>",
-            files.collect::<Vec<_>>().join(", ")
-        );
-        body.push_str(
-            "<h2>Use of each expert</h2><p class=note>A row is a layer, a column an expert. The colour is its share of the layer's activations against even use; what is never used has none. Hover over a cell for its numbers; the table of layers has the most used experts.</p>",
-        );
-        let _ = write!(
-            body,
-            "<div class=wide tabindex=0 role=region aria-label=\"Use of each expert, scrolls sideways\">{}</div>",
-            svg::heat_map(traced)
-        );
-        body.push_str(
-            "<h2>What a cache or a pruning could gain</h2><p class=note>Share of a layer's activations that its most used experts carry; the mean of all layers, and between the least and the most uneven one. The straight line is even use.</p>",
-        );
-        body.push_str(&svg::coverage_curve(traced));
-        if let Some(caches) = Caches::of(traced) {
-            let (note, table) = (caches.note(), caches.table().as_html());
-            let _ = write!(
-                body,
-                "<h2>Hits of a cache</h2><p class=note>{note}</p><div class=wide>{table}</div>"
-            );
-        }
-        body.push_str("<h2>Layers</h2>");
-        layers_table(&mut body, traced);
-        body.push_str("</section>");
+fn page(traced: &TraceReport) -> String {
+    let map = svg::scrolling(&svg::heat_map(traced, svg::WHOLE));
+    let note = svg::HEAT_MAP;
+    let map = format!("<h2>Use of each expert</h2><p class=note>{note}</p>{map}");
+    page::document("Expert trace", &section(traced, &map))
+}
+
+/// Returns a self-contained page of several traces: what differs first, then each of them.
+fn compared(traces: &[TraceReport]) -> String {
+    let sections = traces.iter().map(|traced| section(traced, ""));
+    let sections = sections.collect::<String>();
+    let compared = comparison::as_html(traces);
+    page::document(
+        "Expert trace",
+        &format!("{compared}<div class=columns>{sections}</div>"),
+    )
+}
+
+/// Returns a trace for a page, with a map as markup.
+fn section(traced: &TraceReport, map: &str) -> String {
+    let mut body = format!("<section><h1>{}</h1><dl>", html(&traced.title()));
+    for (name, value) in facts(traced) {
+        let _ = write!(body, "<div><dt>{name}</dt><dd>{}</dd></div>", html(&value));
     }
-    for (title, table) in comparisons(traces) {
-        let (note, table) = match table {
-            Some(table) => (DIFFERENCES, table.as_html()),
-            None => (NO_DIFFERENCES, String::new()),
-        };
+    body.push_str("</dl>");
+    if let Some(unseen) = unseen(traced) {
+        let _ = write!(body, "<p><strong>{unseen}</strong></p>");
+    }
+    let files = traced.about.files.iter().map(|file| html(&file.path));
+    let _ = write!(
+        body,
+        "<p class=note>{}</p>{map}<h2>What a cache or a pruning could gain</h2><p class=note>Share of a layer's activations that its most used experts carry; the mean of all layers, and between the least and the most uneven one. The straight line is even use.</p>{}",
+        files.collect::<Vec<_>>().join(", "),
+        svg::coverage_curve(traced)
+    );
+    if let Some(caches) = Caches::of(traced) {
+        let (note, table) = (caches.note(), caches.table().as_html());
         let _ = write!(
             body,
-            "<section><h1>{}</h1><p class=note>{note}</p><div class=wide>{table}</div></section>",
-            html(&title)
+            "<h2>Hits of a cache</h2><p class=note>{note}</p><div class=wide>{table}</div>"
         );
     }
-    page::document("Expert trace", &body)
+    body.push_str("<h2>Layers</h2>");
+    layers_table(&mut body, traced);
+    body.push_str("</section>");
+    body
 }
 
 fn layers_table(body: &mut String, traced: &TraceReport) {
@@ -459,23 +388,22 @@ mod tests {
 
     #[test]
     fn the_page_is_self_contained_and_escapes_names() {
-        let page = page(&[traced(8, 3), traced(4, 2)]);
+        let page = compared(&[traced(8, 3), traced(4, 2)]);
         assert!(page.contains("a &lt;b&gt;model&lt;/b&gt;"));
         for outside in ["http://", "https://", "src=", "<script", "@import", "url("] {
             let found = page.replace("http://www.w3.org/2000/svg", "");
             assert!(!found.contains(outside), "{outside}");
         }
         assert_eq!(page.matches("<svg").count(), 4);
-        assert!(page.contains(NO_DIFFERENCES));
     }
 
     #[test]
     fn the_page_shows_hits_and_differences() {
         let routes = |routes| sample_routes(8, &[(0, 10), (1, 10)], routes);
-        let page = page(&[routes(&[[0, 1], [2, 1]]), routes(&[[0, 1], [4, 5]])]);
+        let page = compared(&[routes(&[[0, 1], [2, 1]]), routes(&[[0, 1], [4, 5]])]);
         assert_eq!(page.matches("<h2>Hits of a cache</h2>").count(), 2);
         let row = "<tr><td>1<td>100.0 %<td>0.406</tr>";
-        assert!(page.contains(DIFFERENCES) && page.contains(row));
+        assert!(page.contains(row));
     }
 
     #[test]
@@ -486,7 +414,7 @@ mod tests {
         }
         assert_eq!(unseen(&traced), None);
         traced.counts.layers[2].tokens = 101;
-        for text in [as_text(&traced), page(&[traced])] {
+        for text in [as_text(&traced), page(&traced)] {
             assert!(text.contains("others: 2, 101 of 1604 at least."), "{text}");
             assert!(
                 text.contains("2 of the experts that were never used"),

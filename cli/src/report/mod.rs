@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`command`] | expert traces as a page or text |
 //! | [`stream`] | what expert streaming would do with a model |
+//! | [`comparison`] | how the use of experts differs between traces |
 //! | [`cache`] | what caches of experts would hit |
 //! | [`pin`] | experts for fast memory |
 //! | [`svg`] | images of expert traces |
@@ -11,6 +12,7 @@
 
 pub mod cache;
 mod command;
+mod comparison;
 mod pin;
 pub mod stream;
 pub mod svg;

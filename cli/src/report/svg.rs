@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use sidecar_core::text::html;
-use sidecar_core::trace::coverage;
+use sidecar_core::trace::{LayerCounts, coverage};
 
 use crate::report::traces::TraceReport;
 
@@ -21,6 +21,39 @@ const COLOURS: [&str; 7] = [
 ];
 const MEANINGS: [&str; 7] = ["never", "< 1/4", "1/4", "1/2", "even", "2x", "4x"];
 
+/// Colours and meanings of a difference, in shares of even use. Blue and orange also differ for colour-blind readers, and more
+/// of a colour is a larger difference on a light and on a dark page.
+const DIFFERENCES: [(&str, &str); 9] = [
+    ("#2f7fd8", "-2x"),
+    ("#2f7fd8b0", "-1x"),
+    ("#2f7fd870", "-1/2"),
+    ("#2f7fd840", "-1/4"),
+    ("transparent", "same"),
+    ("#d9730d40", "+1/4"),
+    ("#d9730d70", "+1/2"),
+    ("#d9730db0", "+1x"),
+    ("#d9730d", "+2x"),
+];
+
+/// The width of the cells of a map that is alone in its row.
+pub const WHOLE: usize = 900;
+/// The width of the cells of a map that has another one beside it.
+pub const HALF: usize = 500;
+
+/// Returns the share of each expert in the activations of its layer.
+pub fn shares(layer: &LayerCounts) -> Vec<f64> {
+    let all = layer.activations().max(1) as f64;
+    let counts = layer.experts.iter();
+    counts.map(|count| *count as f64 / all).collect()
+}
+
+/// Returns the index in [`DIFFERENCES`] for a difference of shares over that of even use.
+fn difference(ratio: f64) -> usize {
+    // "1/4" is from 0.18 to 0.35. A logarithm of 0 is below all.
+    let step = (ratio.abs().log2().round() + 3.0).clamp(0.0, 4.0);
+    (4.0 + step.copysign(ratio)) as usize
+}
+
 /// Returns the index in [`COLOURS`] for a share over that of even use.
 fn colour(ratio: f64) -> usize {
     if ratio <= 0.0 {
@@ -30,29 +63,74 @@ fn colour(ratio: f64) -> usize {
     (ratio.log2().round() + 4.0).clamp(1.0, 6.0) as usize
 }
 
-/// Returns the heat map as a file, which is known by its start.
-pub fn image(traced: &TraceReport) -> String {
-    heat_map(traced).replacen("<svg", "<svg data-generator=\"llama-sidecar\"", 1)
+/// Explains a heat map.
+pub const HEAT_MAP: &str = "A row is a layer, a column an expert. The colour is its share of the layer's activations against even use; what is never used has none. Hover over a cell for its numbers; the table of layers has the most used experts.";
+
+/// Returns the markup of a map for a page, which scrolls sideways where the window is narrower.
+pub fn scrolling(map: &str) -> String {
+    format!(
+        "<div class=wide tabindex=0 role=region aria-label=\"Map of experts, scrolls sideways\">{map}</div>"
+    )
 }
 
-/// Draws the use of each expert: layers down, experts across.
-pub fn heat_map(traced: &TraceReport) -> String {
+/// Returns the heat map as a file, which is known by its start.
+pub fn image(traced: &TraceReport) -> String {
+    heat_map(traced, WHOLE).replacen("<svg", "<svg data-generator=\"llama-sidecar\"", 1)
+}
+
+/// Draws the use of each expert in a map, whose cells are so wide together if they can.
+pub fn heat_map(traced: &TraceReport, across: usize) -> String {
+    let layers = &traced.counts.layers;
+    let shares: Vec<Vec<f64>> = layers.iter().map(shares).collect();
+    let label = "Use of each expert in each layer";
+    let legend = COLOURS.into_iter().zip(MEANINGS);
+    let cell = |row: usize, expert: usize| {
+        let (count, share) = (layers[row].experts[expert], shares[row][expert]);
+        let ratio = share * shares[row].len() as f64;
+        let title = format!("{count} ({:.2} %, {ratio:.2} x even)", share * 100.0);
+        (COLOURS[colour(ratio)], title)
+    };
+    map(label, &traced.shape(), across, legend.collect(), cell)
+}
+
+/// Draws by how much the share of each expert differs from that in the first trace, whose layers are alike.
+pub fn difference_map(first: &TraceReport, other: &TraceReport) -> String {
+    let shares = |of: &TraceReport| of.counts.layers.iter().map(shares).collect::<Vec<_>>();
+    let (first, label) = (shares(first), "Difference of the share of each expert");
+    let (others, shape) = (shares(other), other.shape());
+    let cell = |row: usize, expert: usize| {
+        let (a, b) = (first[row][expert], others[row][expert]);
+        let even = (b - a) * shape[row].1 as f64;
+        let title = format!(
+            "A {:.2} %, B {:.2} %, {:+.2} points ({even:+.2} x even)",
+            a * 100.0,
+            b * 100.0,
+            (b - a) * 100.0
+        );
+        (DIFFERENCES[difference(even)].0, title)
+    };
+    map(label, &shape, HALF, DIFFERENCES.into(), cell)
+}
+
+/// Draws a cell for each layer and expert, layers down, experts across: its colour, and a title after the names of both.
+fn map(
+    label: &str,
+    shape: &[(u32, usize)],
+    across: usize,
+    legend: Vec<(&str, &str)>,
+    cell: impl Fn(usize, usize) -> (&'static str, String),
+) -> String {
     const LEFT: usize = 44;
     const TOP: usize = 20;
-    let layers = &traced.counts.layers;
-    let experts = layers
-        .iter()
-        .map(|layer| layer.experts.len())
-        .max()
-        .unwrap_or(0);
+    const ENTRY: usize = 56;
+    let experts = shape.iter().map(|layer| layer.1).max().unwrap_or(0);
     // Wide cells for few experts; for 512 the image is as wide as a large screen.
-    let wide = (900 / experts.max(1)).clamp(4, 110);
-    let high = (700 / layers.len().max(1)).clamp(9, 22);
-    let width = (LEFT + experts * wide + 10).max(460);
-    let height = TOP + layers.len() * high + 54;
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\" role=\"img\" aria-label=\"Use of each expert in each layer\" font-family=\"system-ui,sans-serif\" font-size=\"11\"><g fill=\"#808a99\">"
-    );
+    let wide = (across / experts.max(1)).clamp(across / 225, 110);
+    let high = (700 / shape.len().max(1)).clamp(9, 22);
+    let width = LEFT + (experts * wide + 10).max(legend.len() * ENTRY);
+    let height = TOP + shape.len() * high + 54;
+    let mut svg = start(label, width as f64, height as f64);
+    svg.push_str("<g fill=\"#808a99\">");
     let step = |count: usize, least: usize| {
         [1, 2, 4, 8, 16, 32, 64, 128]
             .into_iter()
@@ -66,41 +144,34 @@ pub fn heat_map(traced: &TraceReport) -> String {
             "<text x=\"{x}\" y=\"14\" text-anchor=\"middle\">{expert}</text>"
         );
     }
-    for (row, layer) in layers.iter().enumerate() {
+    for (row, (layer, _)) in shape.iter().enumerate() {
         if row % (11usize.div_ceil(high)) == 0 {
             let y = TOP + row * high + high / 2 + 4;
             let _ = write!(
                 svg,
-                "<text x=\"{}\" y=\"{y}\" text-anchor=\"end\">{}</text>",
+                "<text x=\"{}\" y=\"{y}\" text-anchor=\"end\">{layer}</text>",
                 LEFT - 6,
-                layer.layer
             );
         }
     }
     svg.push_str("</g>");
     let gap = usize::from(wide > 6);
-    for (row, layer) in layers.iter().enumerate() {
-        let all = layer.activations().max(1) as f64;
+    for (row, &(layer, experts)) in shape.iter().enumerate() {
         let y = TOP + row * high;
-        for (expert, &count) in layer.experts.iter().enumerate() {
-            let share = count as f64 / all;
-            let ratio = share * layer.experts.len() as f64;
+        for expert in 0..experts {
+            let (colour, title) = cell(row, expert);
             let _ = write!(
                 svg,
-                "<rect x=\"{}\" y=\"{y}\" width=\"{}\" height=\"{}\" fill=\"{}\"><title>layer {}, expert {expert}: {count} ({:.2} %, {ratio:.2} x even)</title></rect>",
+                "<rect x=\"{}\" y=\"{y}\" width=\"{}\" height=\"{}\" fill=\"{colour}\"><title>layer {layer}, expert {expert}: {title}</title></rect>",
                 LEFT + expert * wide,
                 wide - gap,
                 high - 1,
-                COLOURS[colour(ratio)],
-                layer.layer,
-                share * 100.0,
             );
         }
     }
-    let y = TOP + layers.len() * high + 16;
-    for (at, (colour, meaning)) in COLOURS.iter().zip(MEANINGS).enumerate() {
-        let x = LEFT + at * 56;
-        legend_entry(&mut svg, (x, y), colour, meaning);
+    let y = TOP + shape.len() * high + 16;
+    for (at, (colour, meaning)) in legend.into_iter().enumerate() {
+        legend_entry(&mut svg, (LEFT + at * ENTRY, y), colour, meaning);
     }
     svg.push_str("</svg>");
     svg
@@ -311,7 +382,7 @@ pub fn coverage_curve(traced: &TraceReport) -> String {
     let highest = line(&|part| curves.iter().map(|c| at(c, part)).fold(0.0, f64::max));
     let mut lowest = line(&|part| curves.iter().map(|c| at(c, part)).fold(1.0, f64::min));
     lowest.reverse();
-    let (width, height) = (LEFT + SIZE + 16.0, TOP + SIZE + 40.0);
+    let (width, height) = (LEFT + SIZE + 22.0, TOP + SIZE + 40.0);
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\" role=\"img\" aria-label=\"Coverage\" font-family=\"system-ui,sans-serif\" font-size=\"11\">"
     );
@@ -350,5 +421,7 @@ mod tests {
         let found = [0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 40.0].map(colour);
         assert_eq!(found, [0, 1, 2, 3, 4, 5, 6, 6]);
         assert_eq!(COLOURS.len(), MEANINGS.len());
+        let found = [-9.0, -1.0, -0.3, -0.1, 0.0, 0.1, 0.3, 0.5, 2.0, 9.0].map(difference);
+        assert_eq!(found, [0, 1, 3, 4, 4, 4, 5, 6, 8, 8]);
     }
 }

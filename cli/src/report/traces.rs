@@ -131,6 +131,14 @@ impl TraceReport {
         Ok(sum)
     }
 
+    /// Returns the names of the model and of the files, in one line.
+    pub fn title(&self) -> String {
+        match self.about.name.as_str() {
+            "" => text::line(&self.label).into_owned(),
+            name => text::line(&format!("{name} ({})", self.label)).into_owned(),
+        }
+    }
+
     /// Returns the layers with their numbers of experts.
     pub fn shape(&self) -> Vec<(u32, usize)> {
         let layers = self.counts.layers.iter();
