@@ -6,6 +6,7 @@
 //! | module | content |
 //! |---|---|
 //! | [`generate`] | man pages and shell completions |
+//! | [`candidates`] | values for the completions of a shell |
 //! | [`undo`], [`profile`] | what was changed, in a program or in files, is returned, or kept for the next start |
 //! | [`ask`] | answers of a running server, before and after a change |
 //! | [`swap`] | tensors from one model's files to another's or to a running program, and back |
@@ -41,6 +42,7 @@
 mod print;
 
 mod ask;
+mod candidates;
 mod compare;
 mod control;
 mod deadline;
@@ -210,6 +212,13 @@ enum Command {
         /// For example /usr/local.
         prefix: PathBuf,
     },
+    /// Print values for the last word of a command line, for a shell.
+    #[command(hide = true, name = candidates::NAME)]
+    Candidates {
+        /// The words as they were typed, with their quotes.
+        #[arg(last = true)]
+        words: Vec<String>,
+    },
     /// Print the signals that this process gets. 'run' starts it to know those of its group.
     #[command(hide = true, name = child::WITNESS)]
     Witness,
@@ -347,6 +356,10 @@ fn main() -> ExitCode {
         Command::Inspect { file, json, .. } => inspect::run(&file, json),
         Command::Ctl { request } => request.run(),
         Command::Generate { prefix } => generate::run(help::arrange(Arguments::command()), &prefix),
+        Command::Candidates { words } => {
+            candidates::run(Arguments::command(), words);
+            Ok(())
+        }
         Command::Witness => child::witness(),
         Command::Trial => Ok(()),
     };

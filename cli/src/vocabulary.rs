@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use clap::{Arg, Command, CommandFactory};
 
-use crate::{Arguments, help};
+use crate::{Arguments, candidates, help};
 
 /// The columns and rows of a screen.
 const SCREEN: (usize, usize) = (80, 40);
@@ -40,6 +40,16 @@ fn the_short_help_of_each_command_fits_a_screen() {
         found.is_empty(),
         "{found:?}: hide_short_help, or a blank line after the first sentence"
     );
+}
+
+#[test]
+fn options_with_candidates_exist() {
+    let mut missing = candidates::OPTIONS.to_vec();
+    each(&mut all(), "", &mut |_, command| {
+        let has = |name: &str| command.get_opts().any(|of| of.get_long() == Some(name));
+        missing.retain(|name| !has(name));
+    });
+    assert!(missing.is_empty(), "{missing:?}");
 }
 
 #[test]

@@ -21,7 +21,7 @@ use std::io;
 use std::path::PathBuf;
 
 pub use convert::{Shape, convert};
-pub use library::{Ggml, Kind};
+pub use library::{Ggml, Kind, TARGETS};
 
 /// Why a library was not opened, or a tensor was not quantised.
 #[derive(Debug, thiserror::Error)]

@@ -8,7 +8,7 @@ use std::ptr;
 use crate::Error;
 
 /// The types that `ggml_quantize_chunk` writes. It aborts for others.
-const TARGETS: [&str; 28] = [
+pub const TARGETS: [&str; 28] = [
     "f32", "f16", "bf16", "q1_0", "q2_0", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "mxfp4", "nvfp4",
     "q2_K", "q3_K", "q4_K", "q5_K", "q6_K", "tq1_0", "tq2_0", "iq1_s", "iq1_m", "iq2_xxs",
     "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_nl", "iq4_xs",
