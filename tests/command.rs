@@ -253,8 +253,14 @@ fn what_has_no_end_is_refused() {
             &[&prune[..], &["--text", "/dev/zero"]].concat(),
             "it is not a regular file",
         ),
-        (&["compare", "--minutes", &most, "--", "true"], "1000000000"),
-        (&["compare", "--seconds", &most, "--", "true"], "1000000000"),
+        (
+            &["compare", "--time", &most, "--", "true"],
+            "expected a time such as",
+        ),
+        (
+            &["compare", "--run-time", &most, "--", "true"],
+            "expected a time such as",
+        ),
         (
             &["ctl", "ping", "--timeout", "1e-9", "--socket", &socket],
             "does not answer in time",
@@ -1512,7 +1518,7 @@ fn doctor_reports_reachable_hooks() {
     let loader = loader.display().to_string();
     let doctor = |library: &str| {
         let load = format!("local={folder}/{library}");
-        let seconds = ["doctor", "--seconds", "3", "--", &loader, &load, "wait"];
+        let seconds = ["doctor", "--run-time", "3s", "--", &loader, &load, "wait"];
         command_line(&seconds, "").0
     };
     let text = doctor("libcopy1.so");

@@ -367,9 +367,9 @@ fn a_program_that_cannot_be_compared_is_an_error_with_the_reason() {
         crash.contains("signal: 11") && crash.contains("cannot open x"),
         "{crash}"
     );
-    let hangs = tell(&["--seconds", "1"], &["sleep", "1000"]);
+    let hangs = tell(&["--run-time", "1s"], &["sleep", "1000"]);
     assert!(
-        hangs.contains("has not ended after 1 s") && hangs.contains("--seconds"),
+        hangs.contains("has not ended after 1 s") && hangs.contains("--run-time"),
         "{hangs}"
     );
     let password = tell(&[], &["sh", "-c", "read password < /dev/tty"]);
@@ -425,8 +425,8 @@ fn an_interruption_leaves_a_report_and_no_process() {
             "--expert-trace-stats",
             "--precision",
             "0.0001",
-            "--minutes",
-            "30",
+            "--time",
+            "30m",
             "--",
         ])
         .args(llama("llama-server", SERVER))

@@ -28,11 +28,11 @@ const MOST_LINES: [(&str, usize); 9] = [
     ("core", 20_850),
     ("src", 11_700),
     ("preload", 26_250),
-    ("cli", 26_300),
+    ("cli", 26_750),
     ("xtask", 10_600),
     ("testkit", 4_700),
     ("ggml-quantize", 600),
-    ("tests", 31_700),
+    ("tests", 31_750),
     ("benches", 3_850),
 ];
 

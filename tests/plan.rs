@@ -86,7 +86,7 @@ fn command(of: &Value) -> &str {
 fn a_server_is_measured_beside_another_one() {
     let folder = tempfile::tempdir().expect("a folder");
     let mut planned = plan(folder.path());
-    planned.args(["--json", "--minutes", "1"]);
+    planned.args(["--json", "--time", "1m"]);
     server(&mut planned, &fixture("small-moe.gguf"));
     // The port of a server that runs.
     let used = TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -214,8 +214,8 @@ fn experts_are_streamed_where_they_do_not_fit() {
     let mut planned = plan(folder.path());
     planned.args([
         "--json",
-        "--minutes",
-        "1",
+        "--time",
+        "1m",
         "--prompt-tokens",
         "32",
         "--answer-tokens",

@@ -164,6 +164,7 @@ fn find<'a>(answers: &'a Option<Answers>, prompt: &str) -> Option<&'a Asked> {
 /// Returns the address at which the program of a socket listens.
 fn address_of_program(at: &Control) -> Result<String> {
     let answer = control::ask(&at.socket()?, &Request::Status, at.limit)?;
+    control::done(&answer)?;
     let Status { pid, .. } = control::parsed(&answer)?;
     let ports = ports(pid)?;
     let [port] = ports.iter().collect::<Vec<_>>()[..] else {

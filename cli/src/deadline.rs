@@ -6,9 +6,6 @@ use std::time::Instant;
 
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 
-/// The most seconds, or minutes, that an option takes: what a clock can add.
-pub const LONGEST: u64 = 1_000_000_000;
-
 /// A stream whose reads fail from a moment on, if there is such a moment.
 pub struct Deadline<S> {
     pub stream: S,

@@ -56,12 +56,14 @@ pub const RENAMED: [(&str, &str); 12] = [
 ];
 
 /// Options that commands had, and what takes their place.
-const REPLACED: [(&str, &str); 3] = [
+const REPLACED: [(&str, &str); 5] = [
     (
         "--restore",
         "'llama-sidecar undo MODEL' or 'llama-sidecar undo -s SOCKET'",
     ),
     ("--cut", "--experts"),
+    ("--minutes", "--time, such as 5m"),
+    ("--seconds", "--run-time, such as 90s"),
     ("--write", "-o"),
 ];
 

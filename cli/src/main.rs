@@ -30,7 +30,7 @@
 //! | [`temporary`] | folders that are removed, also after a signal |
 //! | [`interruption`] | keys and signals that end a command that measures |
 //! | [`words`] | words of a command, as text for a shell |
-//! | [`sizes`], [`space`] | sizes, shares and tables as text; free space |
+//! | [`sizes`], [`space`] | sizes, times, shares and tables as text; free space |
 //! | [`help`] | the help of the commands, and names that commands had |
 //! | [`print`] | standard output and standard error |
 
@@ -116,7 +116,7 @@ enum Command {
     /// Find the fastest options for a model on this machine, and print them.
     ///
     /// Runs the program as it was typed and with each option that could help, in rounds, until the last difference is
-    /// known or --minutes are over.
+    /// known or --time is over.
     Plan(plan::PlanOptions),
     /// Replace tensors in a model's files or in a running program.
     ///
@@ -141,7 +141,7 @@ enum Command {
     /// Show how the answers of a running llama-server change.
     ///
     /// With -o, the answers to prompts are written to a file, and later ones are compared with them by --against: the text,
-    /// the likeliest tokens, and the divergence of the candidates. Each answer is computed anew, with the likeliest tokens.
+    /// the likeliest tokens, and the divergence of the candidates. No answer uses what the server has cached, and each takes the likeliest tokens.
     Ask(ask::AskOptions),
     /// Show the models of a running program and their swapped tensors.
     Status {

@@ -1,8 +1,12 @@
-//! Sizes in bytes, shares, and tables, as reports read and write them.
+//! Sizes in bytes, times, shares, and tables, as reports read and write them.
 
 use std::fmt::Write;
+use std::time::Duration;
 
 use sidecar_core::text;
+
+/// The most seconds that an option takes: what a clock can add.
+const LONGEST: f64 = 1e9;
 
 /// Reads a size: `24G` or `24GiB` in powers of 1024, `24GB` in powers of 1000; also K, M and T.
 pub fn size(text: &str) -> Result<u64, String> {
@@ -24,6 +28,33 @@ pub fn size(text: &str) -> Result<u64, String> {
     bytes
         .map(|bytes| bytes as u64)
         .ok_or_else(|| format!("expected a size such as 24G, 24GiB, 24GB or 512M, found '{text}'"))
+}
+
+/// Returns the microseconds of a unit of times.
+pub fn microseconds(unit: &str) -> Option<f64> {
+    Some(match unit {
+        "us" | "microseconds" => 1.0,
+        "ms" | "milliseconds" => 1e3,
+        "s" | "seconds" => 1e6,
+        "m" | "minutes" => 6e7,
+        "h" => 3.6e9,
+        _ => return None,
+    })
+}
+
+/// Reads a time of at most 30 years: `2s`, `500ms`, `5m`, `1h`. A number alone is in seconds.
+pub fn time(text: &str) -> Result<Duration, String> {
+    let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit = match &text[number.len()..] {
+        "" => "s",
+        unit => unit,
+    };
+    let seconds = number.parse::<f64>().ok().zip(microseconds(unit));
+    let seconds = seconds.map(|(number, unit)| number * unit / 1e6);
+    let time = seconds.filter(|seconds| *seconds <= LONGEST);
+    let time = time.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    time.filter(|time| !time.is_zero())
+        .ok_or_else(|| format!("expected a time such as 2s, 500ms, 5m or 1h, found '{text}'"))
 }
 
 /// Reads a share: `40%`.
@@ -136,6 +167,20 @@ mod tests {
         assert_eq!(share("40%"), Ok(0.4));
         for text in ["40", "0%", "101%", "%", "NaN%"] {
             assert!(share(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn times_are_read_with_their_unit() {
+        let read = ["2s", "0.5", "250ms", "5m", "1.5h"].map(|text| time(text).expect(text));
+        assert_eq!(
+            read.map(|of| of.as_millis()),
+            [2000, 500, 250, 300_000, 5_400_000]
+        );
+        for text in [
+            "", "0", "-1s", "s", "5x", "5 m", "nan", "inf", "1e300", "2e9", "a",
+        ] {
+            assert!(time(text).is_err(), "{text}");
         }
     }
 

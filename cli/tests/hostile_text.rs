@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
@@ -51,6 +51,10 @@ const ROWS: &[(&str, &str)] = &[
     ("status", "--socket SOCKET"),
     ("status", "--hash --socket SOCKET"),
     ("status", "--json --socket SOCKET"),
+    ("status", "--socket SOCKET --save OUT.json"),
+    ("ask", "--prompts PROMPTS SERVER"),
+    ("ask", "--prompts PROMPTS -s REFUSES"),
+    ("ask", "--prompts PROMPTS --against ANSWERS"),
     ("status", "--socket REFUSES"),
     ("status", "--socket GARBAGE"),
     ("ctl", "freeze --socket SOCKET"),
@@ -87,12 +91,15 @@ const SILENT: &[&str] = &["ctl help"];
 
 struct Place {
     folder: tempfile::TempDir,
+    /// The address of a server.
+    server: String,
 }
 
 impl Place {
     fn new() -> Place {
         let place = Place {
             folder: tempfile::tempdir().expect("a folder"),
+            server: serve(),
         };
         // A place of its own for the command, with a drop-in that no program loads.
         for folder in ["bin", "lib"] {
@@ -120,6 +127,11 @@ impl Place {
         fs::write(place.path("OTHER.json"), trace().to_string()).expect("free space");
         fs::write(place.path("LIST"), format!("[{HOSTILE}]")).expect("free space");
         fs::write(place.path("MASKS"), "[{\"layer\":0,\"experts\":[0]}]").expect("free space");
+        let prompt = HOSTILE.lines().next().expect("a line");
+        fs::write(place.path("PROMPTS"), prompt).expect("free space");
+        let asked = json!({"prompt": "", "content": "", "tokens": []});
+        let answers = json!({"llama_sidecar": "answers", "tokens": 1, "answers": [asked]});
+        fs::write(place.path("ANSWERS"), answers.to_string()).expect("free space");
         let script = "#!/bin/sh\nexit 3\n";
         fs::write(place.path("PROGRAM"), script).expect("free space");
         let mode = fs::Permissions::from_mode(0o755);
@@ -170,6 +182,9 @@ impl Place {
         if let Some(dashes) = word.strip_suffix("HOSTILE") {
             return format!("{dashes}{HOSTILE}").into();
         }
+        if word == "SERVER" {
+            return self.server.clone().into();
+        }
         match (
             word.starts_with(|letter: char| letter.is_ascii_uppercase()),
             word.split_once('/'),
@@ -200,6 +215,23 @@ impl Place {
         }
         all
     }
+}
+
+/// Answers requests for completions, to the end of this process. Returns the address.
+fn serve() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("an address").to_string();
+    std::thread::spawn(move || {
+        for mut client in listener.incoming().flatten() {
+            let mut read = [0; 1 << 16];
+            let _ = client.read(&mut read);
+            let answer = json!({"content": HOSTILE, "completion_probabilities": []}).to_string();
+            let length = answer.len();
+            let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n");
+            let _ = client.write_all((head + &answer).as_bytes());
+        }
+    });
+    address
 }
 
 fn trace() -> Value {

@@ -19,11 +19,11 @@ use results::{Computed, Logits, Way};
 use sidecar_core::protocol::{Event, NoEffect};
 use sidecar_core::text;
 
-use crate::deadline::LONGEST;
 use crate::launch::gains;
 use crate::launch::journal::Events;
 use crate::launch::run::{Prepared, RunOptions};
 use crate::output::{Outputs, progress};
+use crate::sizes::time;
 use crate::temporary::Temporary;
 use crate::trial::{Interrupted, Kind, Program, prompts};
 
@@ -50,15 +50,15 @@ pub struct CompareOptions {
     /// Tokens of each answer of a server.
     #[arg(long, value_name = "N", default_value_t = 48, value_parser = clap::value_parser!(u32).range(1..=65536))]
     tokens: u32,
-    /// Begin no further round after so many minutes.
-    #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u64).range(..=LONGEST))]
-    minutes: u64,
+    /// Begin no further round after this time.
+    #[arg(long, value_name = "TIME", default_value = "15m", value_parser = time)]
+    time: Duration,
     /// Measure until differences have errors of at most so many percent.
     #[arg(long, value_name = "PERCENT", default_value_t = 3.0)]
     precision: f64,
-    /// Longest time of one run of the program, in seconds.
-    #[arg(long, value_name = "N", default_value_t = 600, value_parser = clap::value_parser!(u64).range(..=LONGEST))]
-    seconds: u64,
+    /// Longest time of one run of the program.
+    #[arg(long, value_name = "TIME", default_value = "10m", value_parser = time)]
+    run_time: Duration,
     /// Where to write the comparison as JSON; a page with the same name and .html is beside it.
     #[arg(short, long, value_name = "FILE", default_value = "compare.json")]
     output: PathBuf,
@@ -171,7 +171,7 @@ impl Comparison {
             Some(path) => prompts::read(path, options.tokens)?,
             None => prompts::long_and_short(prompts::LONGEST, options.tokens),
         };
-        let longest = Duration::from_secs(options.seconds.max(1));
+        let longest = options.run_time;
         let program = Program::new(words, requests, longest)?;
         let kind = program.kind;
         ensure!(
@@ -199,7 +199,7 @@ impl Comparison {
         Ok(Comparison {
             program,
             precision: options.precision / 100.0,
-            deadline: Instant::now() + Duration::from_secs(60 * options.minutes),
+            deadline: Instant::now() + options.time,
             folder: Temporary::new().context("cannot create a temporary folder")?,
             has_own_prompts: options.prompts.is_none(),
             report: Report::new(kind, words, ways.into_iter().map(Way::new).collect()),
@@ -234,7 +234,7 @@ impl Comparison {
             }
             if Instant::now() + began.elapsed() > self.deadline {
                 return Ok(Some(
-                    "the time was over before all differences were known: pass more --minutes"
+                    "the time was over before all differences were known: pass a longer --time"
                         .into(),
                 ));
             }

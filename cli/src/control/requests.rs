@@ -26,6 +26,7 @@ use crate::control::server::ServerOptions;
 use crate::control::sockets;
 use crate::deadline::Deadline;
 use crate::print::stdout;
+use crate::sizes::time;
 use crate::words::quoted;
 
 /// How long a request is repeated while other clients have all connections.
@@ -64,9 +65,9 @@ impl Control {
 /// How long a reply may take.
 #[derive(Clone, Copy, Default, clap::Args)]
 pub struct Limit {
-    /// The most seconds until the answer is complete. By default 5 for 'ping', 'status' and 'metrics', and 3600 for others;
-    /// a round takes as long as it takes.
-    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    /// The longest time until the answer is complete. By default 5s for 'ping', 'status' and 'metrics', and 1h for others; a
+    /// round takes as long as it takes.
+    #[arg(long, value_name = "TIME", value_parser = time)]
     timeout: Option<Duration>,
 }
 
@@ -79,16 +80,6 @@ impl Limit {
             _ => Some(LONG),
         })
     }
-}
-
-/// Parses a time that has not passed yet.
-fn seconds(text: &str) -> Result<Duration, String> {
-    let time = text
-        .parse()
-        .ok()
-        .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    time.filter(|time| !time.is_zero() && Instant::now().checked_add(*time).is_some())
-        .ok_or_else(|| format!("expected seconds such as 5 or 0.5, found '{text}'"))
 }
 
 /// Sends a request and prints the reply, as text or as JSON.

@@ -16,6 +16,8 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use ureq::http::{StatusCode, Uri};
 
+use crate::sizes::time;
+
 /// Size of the largest accepted answer; settings have a few KiB.
 const LONGEST_ANSWER: u64 = 16 << 20;
 /// The variable with the effect of `--cache-ram`.
@@ -41,11 +43,12 @@ pub struct ServerOptions {
     /// Longest time to wait for each busy slot.
     #[arg(
         long,
-        value_name = "SECONDS",
-        default_value_t = 600,
+        value_name = "TIME",
+        default_value = "10m",
+        value_parser = time,
         requires = "server"
     )]
-    slot_timeout: u64,
+    slot_timeout: Duration,
 }
 
 /// A llama-server whose slots can be emptied.
@@ -67,7 +70,7 @@ impl ServerOptions {
         let config = ureq::Agent::config_builder()
             .http_status_as_error(false)
             .timeout_connect(Some(Duration::from_secs(10)))
-            .timeout_global(Some(Duration::from_secs(self.slot_timeout.max(1))));
+            .timeout_global(Some(self.slot_timeout));
         let mut server = Server {
             url: address(url)?,
             key: self.api_key.clone(),

@@ -13,7 +13,6 @@ use sidecar_core::config::Config;
 use sidecar_core::protocol::{Event, NoEffect, StreamFigures, is_tried_ggml};
 use sidecar_core::text;
 
-use crate::deadline::LONGEST;
 use crate::interruption;
 use crate::launch::child::{self, Group};
 use crate::launch::executable::{Executable, ld_preload, preload_library};
@@ -23,14 +22,15 @@ use crate::launch::{crashes, own_cache};
 use crate::report::cache::{Caches, Policy};
 use crate::report::stream;
 use crate::report::traces::TraceReport;
+use crate::sizes::time;
 use crate::temporary;
 
 /// The program to try.
 #[derive(clap::Args)]
 pub struct DoctorOptions {
-    /// Longest time to wait for the first evaluation, in seconds.
-    #[arg(long, value_name = "N", default_value_t = 60, value_parser = clap::value_parser!(u64).range(..=LONGEST))]
-    seconds: u64,
+    /// Longest time to wait for the first evaluation.
+    #[arg(long, value_name = "TIME", default_value = "1m", value_parser = time)]
+    run_time: Duration,
     /// Fail if the experts of a model cannot be streamed in the program.
     #[arg(long)]
     stream_experts: bool,
@@ -96,7 +96,7 @@ pub fn run(options: &DoctorOptions) -> Result<()> {
         Group::Own,
     )?;
     let mut mapped = BTreeSet::new();
-    let patience = Duration::from_secs(options.seconds);
+    let patience = options.run_time;
     let is_done = |events: &Events| {
         is_complete(events) && !(options.expert_cache && events.expects_expert_cache())
     };

@@ -26,7 +26,7 @@ pub struct Events(Vec<Entry>);
 
 /// Why it is not known whether experts are streamed.
 pub const UNKNOWN_YET: &str =
-    "not known, because the first evaluation did not end: increase --seconds";
+    "not known, because the first evaluation did not end: pass a longer --run-time";
 
 /// Whether a program ended with an error of its own: users end programs that live with a signal.
 fn has_failed(status: ExitStatus) -> bool {

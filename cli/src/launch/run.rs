@@ -22,7 +22,7 @@ use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{Events, JOURNAL, Journal};
 use crate::launch::limit::MemoryLimit;
 use crate::launch::{gains, own_cache, proof};
-use crate::sizes::size;
+use crate::sizes::{microseconds, size};
 use crate::temporary::Temporary;
 use crate::words::{quoted, quoted_words};
 
@@ -186,18 +186,6 @@ fn unit_of(variable: &Variable) -> &'static str {
         Kind::Number { unit, .. } => unit,
         _ => "",
     }
-}
-
-/// Returns the microseconds of a unit of times, as an option or the table of variables names it.
-fn microseconds(unit: &str) -> Option<f64> {
-    Some(match unit {
-        "us" | "microseconds" => 1.0,
-        "ms" | "milliseconds" => 1e3,
-        "s" | "seconds" => 1e6,
-        "m" | "minutes" => 6e7,
-        "h" => 3.6e9,
-        _ => return None,
-    })
 }
 
 /// Returns a value that the variable accepts. Sizes and times have their unit, or that of the variable.

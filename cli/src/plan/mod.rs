@@ -28,9 +28,9 @@ use sidecar_core::memory::free_memory;
 use sidecar_core::protocol::Event;
 use sidecar_core::text;
 
-use crate::deadline::LONGEST;
 use crate::output::progress;
 use crate::report::stream::Sizes;
+use crate::sizes::time;
 use crate::trial::{Interrupted, Program, prompts};
 use crate::words::quoted_words;
 
@@ -48,12 +48,12 @@ pub struct PlanOptions {
     /// Tokens of an answer that is weighed.
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     answer_tokens: u32,
-    /// Begin no further run after so many minutes.
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=LONGEST / 60))]
-    minutes: u64,
-    /// Longest time of the first run of the program as it was typed, in seconds.
-    #[arg(long, value_name = "N", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=LONGEST))]
-    seconds: u64,
+    /// Begin no further run after this time.
+    #[arg(long, value_name = "TIME", default_value = "5m", value_parser = time)]
+    time: Duration,
+    /// Longest time of the first run of the program as it was typed.
+    #[arg(long, value_name = "TIME", default_value = "10m", value_parser = time)]
+    run_time: Duration,
     /// Print the commands that would be run, the likely best first, and run nothing.
     #[arg(long)]
     dry_run: bool,
@@ -70,7 +70,7 @@ pub fn run(options: &PlanOptions) -> Result<()> {
     let words = &options.command;
     let requests =
         prompts::long_and_short(options.prompt_tokens, options.answer_tokens.min(ANSWER));
-    let longest = Duration::from_secs(options.seconds);
+    let longest = options.run_time;
     let program = Program::new(words, requests, longest)?;
     let known = Known::of(words)?;
     let path = match options::value_in(words, options::MODEL) {
@@ -103,16 +103,15 @@ pub fn run(options: &PlanOptions) -> Result<()> {
         return Ok(());
     }
     progress(&format!(
-        "running {} commands in turn, for {} minutes at most",
+        "running {} commands in turn, for {:.1} minutes at most",
         candidates.len(),
-        options.minutes
+        options.time.as_secs_f64() / 60.0
     ));
     let tokens = Weighed {
         prompt: f64::from(options.prompt_tokens),
         answer: f64::from(options.answer_tokens),
     };
-    let time = Duration::from_secs(60 * options.minutes);
-    let results = rounds::measure(candidates, tokens, time, with, facts.typed_threads)?;
+    let results = rounds::measure(candidates, tokens, options.time, with, facts.typed_threads)?;
     if results.best.is_none() {
         let why = results.candidates[0].obstacle.as_deref();
         bail!(

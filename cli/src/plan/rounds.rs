@@ -28,7 +28,7 @@ const MOST_OF_OTHERS: f64 = 0.15;
 const LONGER: u32 = 5;
 const MARGIN: Duration = Duration::from_secs(10);
 /// Why there were no more rounds.
-const TIME: &str = "the time was over: pass more --minutes";
+const TIME: &str = "the time was over: pass a longer --time";
 const INTERRUPTED: &str = "it was interrupted";
 
 /// Tokens of prompts and answers that are weighed.

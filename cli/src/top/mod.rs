@@ -25,8 +25,13 @@ use sidecar_core::text;
 
 use crate::control::sockets;
 use crate::print;
+use crate::sizes::time;
 use crate::top::programs::Programs;
 use crate::top::sample::Program;
+
+/// The shortest and the longest time between two samples.
+const SHORTEST: Duration = Duration::from_millis(100);
+const LONGEST: Duration = Duration::from_secs(3600);
 
 /// The programs, and how often they are asked.
 #[derive(clap::Args)]
@@ -35,9 +40,9 @@ pub struct TopOptions {
     /// that 'run' has started without one.
     #[arg(short, long, env = "LLAMA_SIDECAR_CONTROL")]
     socket: Vec<PathBuf>,
-    /// Seconds between two samples.
-    #[arg(long, default_value = "1")]
-    interval: f64,
+    /// Time between two samples.
+    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = time)]
+    interval: Duration,
     /// End after this many samples.
     #[arg(long, value_name = "NUMBER", conflicts_with = "web")]
     samples: Option<u64>,
@@ -51,12 +56,11 @@ pub struct TopOptions {
 
 /// Shows the programs in the terminal or on a page, or prints lines where the output is no terminal.
 pub fn run(options: &TopOptions) -> Result<()> {
+    let interval = options.interval;
     ensure!(
-        (0.1..=3600.0).contains(&options.interval),
-        "--interval {}: use 0.1 to 3600 seconds",
-        options.interval
+        (SHORTEST..=LONGEST).contains(&interval),
+        "--interval: use 0.1 to 3600 seconds"
     );
-    let interval = Duration::from_secs_f64(options.interval);
     let mut sockets = options.socket.clone();
     if sockets.is_empty() {
         sockets = sockets::running();

@@ -251,7 +251,7 @@ impl Program {
                 _ => "add -n 64 or the like, so that it ends by itself, or ",
             };
             let seconds = self.longest.as_secs();
-            format!("the program {what} after {seconds} s: {next}pass a longer --seconds")
+            format!("the program {what} after {seconds} s: {next}pass a longer --run-time")
         };
         self.wait_until(session, began + self.longest, late, holds)
     }
