@@ -155,6 +155,16 @@ fn a_program_runs_without_a_drop_in_that_fails() {
     assert!(text.starts_with('/') && !text.contains("without"), "{text}");
     assert_eq!(code, Some(5));
     assert!(first.is_some());
+    let spaced = folder.path().join("a folder");
+    std::fs::create_dir(&spaced).expect("free space");
+    let moved = |name: &str| spaced.join(name);
+    std::fs::rename(folder.path().join("llama-sidecar"), moved("llama-sidecar")).expect("a folder");
+    let (text, code, _) = installed_in(&spaced, &whole);
+    assert!(
+        text.contains("install llama-sidecar in another folder"),
+        "{text}"
+    );
+    assert_eq!(code, Some(5), "{text}");
 }
 
 #[test]

@@ -198,7 +198,7 @@ class Sidecar:
             return self.swaps({tensor: source}, revert)
         path = str(Path(source).resolve(strict=True))
         if revert is not None:
-            raise ValueError("revert and as_type are two switches: call restore() first")
+            raise ValueError("revert and as_type are two switches: call undo() first")
         arguments = ["--live", "-s", str(self.socket), "--tensor", tensor, "--from", path]
         arguments += ["--as", as_type, "--json"]
         if self.timeout is not None:
@@ -216,16 +216,29 @@ class Sidecar:
         fields = {"revert": revert} if revert is not None else {}
         return _reports(self.request("swap", overlays=overlays, **fields))
 
-    def restore(self, tensor: str = ".*") -> list[Reply]:
-        """Ends the overlays of the tensors whose names match; returns a report for each model."""
-        return _reports(self.request("swap", revert=tensor, overlays=[]))
+    def undo(self, tensor: str | None = None) -> list[Reply]:
+        """Returns what was changed, as the command does: tensors, masks, margin and frozen reloads.
 
-    def revert(self) -> list[Reply]:
+        With `tensor`, only overlays of tensors whose names match. Returns a report for each model and each switch.
+        """
+        arguments = ["undo", "-s", str(self.socket), "--json"]
+        arguments += [] if tensor is None else ["--tensor", tensor]
+        undone = _read(_undone, _command(arguments, None))
+        return [report for reply in undone if "reports" in _checked(reply) for report in _reports(reply)]
+
+    def save(self, profile: str | os.PathLike[str]) -> None:
+        """Writes the overlays and masks to a file for ``llama-sidecar run --profile``."""
+        arguments = ["status", "-s", str(self.socket), "--save", os.fspath(profile)]
+        saved = subprocess.run([command_path(), *arguments], capture_output=True, text=True, check=False)
+        if saved.returncode != 0:
+            raise SidecarError(saved.stderr.strip())
+
+    def freeze(self) -> list[Reply]:
         """Returns all tensors to their originals, and freezes reloads; returns a report for each model."""
         return _reports(self.request("revert"))
 
     def unfreeze(self) -> None:
-        """Permits reloads after :meth:`revert`."""
+        """Permits reloads after :meth:`freeze`."""
         self.request("unfreeze")
 
     def overlays(self) -> list[Reply]:
@@ -331,6 +344,11 @@ def _failures(reports: Iterable[Reply]) -> Iterable[str]:
 def _reports(reply: Reply) -> list[Reply]:
     reports: list[Reply] = _read(_list_of_reports, reply)
     return reports
+
+
+def _undone(answer: Reply) -> list[Reply]:
+    # A refusal has no list.
+    return [step["reply"] for step in answer["undone"]] if "undone" in answer else [answer]
 
 
 def _list_of_reports(reply: Reply) -> list[Reply]:

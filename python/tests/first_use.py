@@ -6,7 +6,9 @@ Prints what was done and after how many seconds. Ends with an error where an ans
 """
 
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 from programs import LlamaServer, free_socket
 from llama_sidecar import Sidecar, SidecarError, Unreachable, preload_path
@@ -47,10 +49,15 @@ with LlamaServer(server, model, "--hotswap", "--expert-trace-stats", "--expert-m
     assert swapped != original
     (overlay,) = sidecar.overlays()
     assert overlay["name"] == "blk.1.ffn_up_exps.weight", overlay
+    with tempfile.TemporaryDirectory() as folder:
+        profile = Path(folder) / "profile"
+        sidecar.save(profile)
+        assert "blk" in profile.read_text(), profile.read_text()
     done("first swap")
 
-    (report,) = sidecar.restore(MATRIX)
+    (report,) = sidecar.undo(MATRIX)
     assert report["returned"] == 1, report
+    refused("nothing to save", lambda: sidecar.save("/tmp/none"))
     assert ask() == original
     sidecar.reset_trace()
     assert ask() == original
@@ -68,7 +75,7 @@ with LlamaServer(server, model, "--hotswap", "--expert-trace-stats", "--expert-m
     masked = ask()
     (trace,) = sidecar.trace()
     assert trace.layers[0].counts[expert] == 0 and masked != original
-    sidecar.mask({}, clear=True)
+    assert sidecar.undo() == []
     assert ask() == original
     refused("use 0 to", lambda: sidecar.mask({layer.number: [9999]}))
     refused("--accept-changed-results", lambda: sidecar.prefer(0.1))
@@ -84,7 +91,7 @@ with LlamaServer(server, model, "--hotswap", "--expert-trace-stats", "--expert-m
     refused("", lambda: sidecar.round())
     (report,) = sidecar.swaps({MATRIX: model})
     assert sidecar.metrics()["llama_sidecar_evaluations_total"] > 0
-    (report,) = sidecar.revert()
+    (report,) = sidecar.freeze()
     sidecar.unfreeze()
     (report,) = sidecar.reload()
     assert report["swapped"] == 0, report

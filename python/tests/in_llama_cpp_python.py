@@ -34,7 +34,7 @@ with subprocess.Popen([python, program, model], env=environment, **pipes) as chi
     (report,) = sidecar.swap(r"blk\..*", other)
     assert report["swapped"] > 0, report
     changed = text()
-    (report,) = sidecar.restore()
+    (report,) = sidecar.undo()
     assert report["returned"] > 0 and text() == before, report
     child.stdin.write("end\n")
     child.stdin.close()

@@ -30,6 +30,17 @@ const SUCCEEDED: Kept = Kept { name: "trials" };
 
 /// Returns why programs cannot run with the drop-in; `None` if a process ran with it.
 pub fn failure(drop_in: &Path) -> Option<String> {
+    // ld.so(8): it separates and expands them.
+    if let Some(of) = drop_in
+        .to_string_lossy()
+        .chars()
+        .find(|of| " :$".contains(*of))
+    {
+        return Some(format!(
+            "LD_PRELOAD cannot have a path with '{of}', as {} has: install llama-sidecar in another folder",
+            text::path(drop_in)
+        ));
+    }
     let subject = subject(drop_in).unwrap_or_default();
     let mut known: Vec<String> = SUCCEEDED.entries();
     if !subject.is_empty() && known.contains(&subject) {

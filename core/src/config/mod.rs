@@ -112,6 +112,7 @@ impl Config {
         let expert_stream_prefer = values.get("LLAMA_EXPERT_STREAM_PREFER", |value| {
             utf8(value).and_then(margin)
         });
+        let expert_stream_memory = values.mib("LLAMA_EXPERT_STREAM_MEMORY_MB");
         let trace_per_layer = values.switch("LLAMA_EXPERT_TRACE_PER_LAYER");
         let control_file = values.own_path("LLAMA_HOTSWAP_CONTROL_FILE");
         let rounds = values.switch("LLAMA_SIDECAR_ROUNDS") || control_file.is_some();
@@ -146,12 +147,15 @@ impl Config {
             trace_weights: values.switch("LLAMA_EXPERT_TRACE_WEIGHTS"),
             trace_saliency: values.own_path("LLAMA_EXPERT_TRACE_SALIENCY"),
             expert_masks: values.switch("LLAMA_EXPERT_MASKS"),
-            expert_stream: values
-                .expert_stream(expert_stream_trace.is_some() || expert_stream_prefer.is_some()),
+            expert_stream: values.expert_stream(
+                expert_stream_trace.is_some()
+                    || expert_stream_prefer.is_some()
+                    || expert_stream_memory.is_some(),
+            ),
             expert_stream_trace,
             expert_stream_prefer,
             accepts_changed_results: values.switch("LLAMA_EXPERT_STREAM_ACCEPT_CHANGES"),
-            expert_stream_memory: values.mib("LLAMA_EXPERT_STREAM_MEMORY_MB"),
+            expert_stream_memory,
             split: values.text("LLAMA_SIDECAR_SPLIT"),
             cpu_moe: values.switch("LLAMA_SIDECAR_CPU_MOE"),
             override_tensor: values.text("LLAMA_SIDECAR_OVERRIDE_TENSOR"),

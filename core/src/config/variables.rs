@@ -250,7 +250,7 @@ pub static VARIABLES: &[Variable] = &[
         name: "LLAMA_EXPERT_STREAM_MEMORY_MB",
         default: Described("automatic"),
         kind: MIB,
-        help: "drop-in: the most memory of the process for experts of a model that does not fit into it; automatic is what is free, less one sixteenth. `0`: experts are read into the page cache",
+        help: "drop-in: the most memory of the process for experts of a model that does not fit into it; automatic is what is free, less one sixteenth. `0`: experts are read into the page cache. `LLAMA_EXPERT_STREAM` is then `auto` unless it is set",
         flag: Some("stream-memory"),
     },
     Variable {
