@@ -8,13 +8,13 @@ use regex::Regex;
 use sidecar_core::files;
 use sidecar_core::gguf::{Access, GgufFile};
 use sidecar_core::protocol::{ModelStatus, Overlay, Profile, Request, Status};
-use sidecar_core::text;
+use sidecar_core::{signals, text};
 
 use crate::control::{self, Control};
 use crate::launch::executable::Executable;
 use crate::launch::run::RunOptions;
 use crate::output::Outputs;
-use crate::temporary::Temporary;
+use crate::temporary::{self, Temporary};
 use crate::tune;
 use crate::words::quoted;
 
@@ -94,10 +94,13 @@ pub fn prepare(options: &mut RunOptions) -> Result<Option<Temporary>> {
         options.use_profile(&path, overlays, masks);
         return Ok(None);
     }
-    let folder = Temporary::new()?;
-    quantize(&mut profile, options.program_word(), folder.path())?;
+    let folder = Temporary::new().context(temporary::NOT_CREATED)?;
     let made = folder.path().join("profile.json");
-    Outputs::default().write(&made, &serde_json::to_string(&profile)?)?;
+    // A limit of file sizes is an error with its reason.
+    signals::without_write_signals(|| {
+        quantize(&mut profile, options.program_word(), folder.path())?;
+        Outputs::default().write(&made, &serde_json::to_string(&profile)?)
+    })?;
     options.use_profile(&made, overlays, masks);
     Ok(Some(folder))
 }
