@@ -57,6 +57,23 @@ fn experts_on_the_device() {
     );
 }
 
+/// The first evaluation computes with what the profile has.
+#[test]
+fn a_profile_on_the_device() {
+    let (folder, path) = copied("small.gguf");
+    let profile = folder.path().join("profile");
+    let overlay = json!({"tensor": ".*", "from": fixture("small-mixed.gguf")});
+    let content = json!({"llama_sidecar": "profile", "overlays": [overlay]});
+    std::fs::write(&profile, content.to_string()).expect("free space");
+    for program in [Program::NodeVulkan(99), Program::NodeVulkan(2)] {
+        let variable = ("LLAMA_SIDECAR_PROFILE", profile.display().to_string());
+        let mut host = Host::start(program, &path, &DropIn::On(vec![variable]));
+        let after = fresh(program, &fixture("small-mixed.gguf"));
+        assert_eq!(host.text(TOKENS), after, "{program:?}");
+        assert_eq!(host.end(), Some(0));
+    }
+}
+
 /// Variants change matrices of the first device and of the second. One device shows twice: each has memory and queues of
 /// its own.
 #[test]
