@@ -25,10 +25,10 @@ const CRATES: [&str; 9] = [
 
 /// The most lines of Rust in a folder. A change that needs more states why in its commit, and raises the number here.
 const MOST_LINES: [(&str, usize); 9] = [
-    ("core", 20_850),
+    ("core", 20_900),
     ("src", 11_700),
     ("preload", 26_250),
-    ("cli", 26_750),
+    ("cli", 26_900),
     ("xtask", 10_600),
     ("testkit", 4_700),
     ("ggml-quantize", 600),

@@ -269,7 +269,7 @@ fn print(pairs: &[(&Asked, Option<&Asked>)], json: bool) -> Result<()> {
             json!({"prompt": after.prompt, "before": before.map(|of| &of.answer.content), "after": after.answer.content, "difference": difference})
         };
         let list: Vec<_> = pairs.iter().zip(&differences).map(pair).collect();
-        let answer = json!({"prompts": list, "same": same, "same_top": same_top, "positions": top.len(), "divergence": mean});
+        let answer = json!({"prompts": list, "same": same, "exact": exact, "same_top": same_top, "positions": top.len(), "divergence": mean});
         return Ok(writeln!(stdout(), "{answer:#}")?);
     }
     for ((after, before), difference) in pairs.iter().zip(&differences) {

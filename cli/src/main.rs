@@ -379,7 +379,10 @@ fn main() -> ExitCode {
 impl Ctl {
     fn run(self) -> Result<()> {
         match self {
-            Ctl::Reload { at, server } => control::reload(&at, &server),
+            Ctl::Reload { at, server } => match control::reload(&at, &server)? && !at.json {
+                true => control::say_undo(&at.socket()?, "undo"),
+                false => Ok(()),
+            },
             Ctl::Freeze(at) => control::change(&at, &Request::Revert, "ctl unfreeze"),
             Ctl::Unfreeze(at) => control::run(&at, &Request::Unfreeze),
             Ctl::Mask { at, options } => control::change(&at, &options.request()?, "undo"),

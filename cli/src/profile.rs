@@ -6,8 +6,9 @@ use std::path::Path;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use regex::Regex;
 use sidecar_core::files;
-use sidecar_core::gguf::{Access, GgufFile};
+use sidecar_core::gguf::{Access, GgufFile, NamePattern, open_model};
 use sidecar_core::protocol::{ModelStatus, Overlay, Profile, Request, Status};
+use sidecar_core::reload::check_tensor;
 use sidecar_core::{signals, text};
 
 use crate::control::{self, Control};
@@ -91,6 +92,7 @@ pub fn prepare(options: &mut RunOptions) -> Result<Option<Temporary>> {
         bail!("{} has no overlay and no mask", text::path(&path));
     }
     if options.is_dry() || profile.overlays.iter().all(|of| of.as_type.is_none()) {
+        check(&profile.overlays).with_context(|| explain(&path))?;
         options.use_profile(&path, overlays, masks);
         return Ok(None);
     }
@@ -98,11 +100,50 @@ pub fn prepare(options: &mut RunOptions) -> Result<Option<Temporary>> {
     let made = folder.path().join("profile.json");
     // A limit of file sizes is an error with its reason.
     signals::without_write_signals(|| {
-        quantize(&mut profile, options.program_word(), folder.path())?;
+        quantize(&mut profile, options.program_word(), folder.path())
+            .and_then(|()| check(&profile.overlays))
+            .with_context(|| explain(&path))?;
         Outputs::default().write(&made, &serde_json::to_string(&profile)?)
     })?;
     options.use_profile(&made, overlays, masks);
     Ok(Some(folder))
+}
+
+fn explain(path: &Path) -> String {
+    format!(
+        "the program was not started: the profile {} cannot be used",
+        text::path(path)
+    )
+}
+
+/// Fails unless each tensor has the bytes that it was saved with: a program that has started would go on without the profile.
+/// Those that are to be quantised are not read.
+fn check(overlays: &[Overlay]) -> Result<()> {
+    let mut opened: BTreeMap<&str, Vec<GgufFile>> = BTreeMap::new();
+    for overlay in overlays {
+        let is_ready = overlay.as_type.is_none() || overlay.named.is_some();
+        let Some(hash) = overlay.hash.as_deref().filter(|_| is_ready) else {
+            continue;
+        };
+        if !opened.contains_key(overlay.from.as_str()) {
+            let files = open_model(&text::path_of(&overlay.from), Access::Read)?;
+            opened.insert(&overlay.from, files);
+        }
+        let pattern = NamePattern::parse(&overlay.tensor).map_err(anyhow::Error::msg)?;
+        for file in &opened[overlay.from.as_str()] {
+            let tensors = file.header.tensors.iter();
+            for info in tensors.filter(|info| pattern.matches(file.header.name(info))) {
+                let found = format!("{:032x}", check_tensor(file, info, None)?.hash);
+                ensure!(
+                    found == hash,
+                    "tensor '{}' of {} has other bytes than when the profile was saved: restore the file, the importance matrix or the ggml library that quantises, or save the profile again",
+                    file.header.name(info).to_string_lossy(),
+                    overlay.named.as_deref().unwrap_or(&overlay.from)
+                );
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Quantises the tensors of overlays that need it, as `swap --live --as` did, into a folder.

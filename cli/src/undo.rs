@@ -1,7 +1,7 @@
 //! `llama-sidecar undo`: what was changed in a running program or in a model's files is returned.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use regex::Regex;
@@ -44,18 +44,20 @@ pub fn run(options: &UndoOptions) -> Result<()> {
     if options.at.json && options.at.socket.is_none() {
         bail!("--json prints the reply of a program: also pass its socket with -s");
     }
-    let changed = swap::restore(model, options.tensor.as_ref(), options.dry_run)?;
-    if options.at.socket.is_none() || !changed {
+    swap::restore(model, options.tensor.as_ref(), options.dry_run)?;
+    // Without a change, the program may use the version before, or an earlier 'undo' may have frozen its reloads.
+    if options.at.socket.is_none() || options.dry_run {
         return Ok(());
     }
-    // An earlier 'undo' of the program has frozen reloads, because this file was another one.
     let socket = options.at.socket()?;
     let answer = control::ask(&socket, &Request::Status, options.at.limit)?;
     if control::parsed::<Status>(&answer)?.frozen {
         let reply = control::ask(&socket, &Request::Unfreeze, options.at.limit)?;
         control::done(&reply)?;
     }
-    control::reload(&options.at, &server::ServerOptions::default())
+    control::reload(&options.at, &server::ServerOptions::default())?;
+    println!("{}", control::CACHED);
+    Ok(())
 }
 
 fn of_program(options: &UndoOptions) -> Result<()> {
@@ -97,11 +99,17 @@ fn of_program(options: &UndoOptions) -> Result<()> {
         writeln!(stdout(), "{answer:#}")?;
         return failed;
     }
-    if steps.is_empty() {
-        println!("{}", nothing(&status, options.tensor.as_ref(), is_meant));
+    let next = frozen(&status, &steps, &socket);
+    if steps.is_empty() && next.is_none() {
+        let nothing = nothing(&status, options.tensor.as_ref(), is_meant, &socket);
+        println!("{nothing}");
     }
-    if let Some(next) = frozen(&status, &steps) {
+    if let Some(next) = next {
         println!("{next}");
+    }
+    let swaps = |of: &Step| matches!(of.request, Request::Swap { .. } | Request::Revert);
+    if !options.dry_run && steps.iter().any(swaps) {
+        println!("{}", control::CACHED);
     }
     failed
 }
@@ -174,7 +182,12 @@ fn meant(tensor: Option<&Regex>) -> Result<impl Fn(&str) -> bool> {
 }
 
 /// Returns why nothing was undone, and the next step.
-fn nothing(status: &Status, tensor: Option<&Regex>, is_meant: impl Fn(&str) -> bool) -> String {
+fn nothing(
+    status: &Status,
+    tensor: Option<&Regex>,
+    is_meant: impl Fn(&str) -> bool,
+    socket: &Path,
+) -> String {
     let of_file = |model: &&ModelStatus| {
         let mut changed = model.changed.iter().filter(|of| of.from.is_none());
         changed.any(|of| is_meant(&of.name))
@@ -182,8 +195,9 @@ fn nothing(status: &Status, tensor: Option<&Regex>, is_meant: impl Fn(&str) -> b
     if let Some(model) = status.models.iter().find(of_file) {
         let file = model.files.first().map(|file| quoted(file.as_ref()));
         return format!(
-            "nothing was undone: the tensors are those of a file that changed: return them with: llama-sidecar undo {} --tensor REGEX -s SOCKET",
-            file.unwrap_or_default()
+            "nothing was undone: the tensors are those of a file that changed: return them with: llama-sidecar undo {} --tensor REGEX -s {}",
+            file.unwrap_or_default(),
+            quoted(socket.as_os_str())
         );
     }
     let which = tensor.map(|of| format!(" of tensors that match '{}'", text::line(of.as_str())));
@@ -194,14 +208,15 @@ fn nothing(status: &Status, tensor: Option<&Regex>, is_meant: impl Fn(&str) -> b
 }
 
 /// Returns the next step where reloads stay frozen.
-fn frozen(status: &Status, steps: &[Step]) -> Option<String> {
+fn frozen(status: &Status, steps: &[Step], socket: &Path) -> Option<String> {
     let freezes = |of: &Step| of.request == Request::Revert;
     let permits = |of: &Step| of.request == Request::Unfreeze;
     let stays = steps.iter().any(freezes) || status.frozen && !steps.iter().any(permits);
     let model = status.models.iter().find(|of| of.differs)?;
     let file = quoted(model.files.first()?.as_ref());
+    let socket = quoted(socket.as_os_str());
     stays.then(|| {
-        format!("reloads stay frozen: a file of the model is another one than at the start. If 'swap' changed it, return it and reload: llama-sidecar undo {file} -s SOCKET\nto use files as they are: llama-sidecar ctl unfreeze")
+        format!("reloads stay frozen: a file of the model is another one than at the start. If 'swap' changed it, return it and reload: llama-sidecar undo {file} -s {socket}\nto use files as they are: llama-sidecar ctl unfreeze")
     })
 }
 
@@ -288,9 +303,9 @@ mod tests {
         assert_eq!(requests(&status, Some(".*")), []);
         status.models[0].differs = true;
         assert_eq!(requests(&status, None), []);
-        let next = frozen(&status, &[]).expect("a step");
+        let next = frozen(&status, &[], Path::new("/s")).expect("a step");
         assert!(
-            next.contains("undo /m.gguf -s") && next.contains("ctl unfreeze"),
+            next.contains("undo /m.gguf -s /s") && next.contains("ctl unfreeze"),
             "{next}"
         );
     }

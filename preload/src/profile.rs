@@ -25,7 +25,7 @@ static WAITING: Mutex<Vec<Arc<Model>>> = Mutex::new(Vec::new());
 /// Whether there are any.
 static ANY_WAITS: AtomicBool = AtomicBool::new(false);
 
-const NOT_RESERVED: &str = "the program evaluates it without reserving memory first, so that the profile is not in use: set its overlays and masks with 'swap --live' and 'ctl mask'";
+const NOT_RESERVED: &str = "the program evaluates it without reserving memory first: set the overlays of the profile and masks with 'swap --live' and 'ctl mask'";
 const NO_MODEL: &str = "--profile: no model was loaded, so that nothing was set";
 
 /// The profile, as a capability.
@@ -77,7 +77,13 @@ fn take_waiting() -> Vec<Arc<Model>> {
 /// Reports that the profile is not in use in a model. One that takes none of it beside another that has, as a draft model,
 /// is as it should be.
 fn refuse(model: &Model, reason: &str) {
-    let sentence = format!("--profile: {}: {reason}", text::path(&model.path));
+    let saved = profile().ok().and_then(|of| of.files.first());
+    let saved = saved.map(|file| format!(", which was saved for {file}"));
+    let sentence = format!(
+        "--profile: {}: {reason}; the program runs without the profile{}",
+        text::path(&model.path),
+        saved.unwrap_or_default()
+    );
     match EFFECT.is_seen() {
         true => log::warn!("{sentence}"),
         false => EFFECT.log_obstacle(sentence),

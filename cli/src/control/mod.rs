@@ -13,6 +13,6 @@ pub mod server;
 pub mod sockets;
 
 pub use requests::{
-    Control, Limit, ask, ask_within, change, check_connection, check_unused, done, parsed,
-    print_reply, reload, run,
+    CACHED, Control, Limit, ask, ask_within, change, check_connection, check_unused, done, parsed,
+    print_reply, reload, run, say_undo,
 };

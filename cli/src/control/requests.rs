@@ -29,6 +29,8 @@ use crate::print::stdout;
 use crate::sizes::time;
 use crate::words::quoted;
 
+/// What a swap does not change.
+pub const CACHED: &str = "note: a cached prompt keeps the keys and values of the weights before: send \"cache_prompt\": false, or empty the slots of llama-server with 'ctl reload --server URL'";
 /// How long a request is repeated while other clients have all connections.
 const PATIENCE: Duration = Duration::from_secs(30);
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
@@ -91,9 +93,13 @@ pub fn run(at: &Control, request: &Request) -> Result<()> {
 pub fn change(at: &Control, request: &Request, undo: &str) -> Result<()> {
     let socket = at.socket()?;
     run_at(&socket, at, request)?;
-    match at.json {
-        true => Ok(()),
-        false => say_undo(&socket, undo),
+    if at.json {
+        return Ok(());
+    }
+    say_undo(&socket, undo)?;
+    match request {
+        Request::Swap { .. } => Ok(writeln!(stdout(), "{CACHED}")?),
+        _ => Ok(()),
     }
 }
 
@@ -107,7 +113,7 @@ fn run_at(socket: &Path, at: &Control, request: &Request) -> Result<()> {
 }
 
 /// Prints how a change of a program is undone.
-fn say_undo(socket: &Path, undo: &str) -> Result<()> {
+pub fn say_undo(socket: &Path, undo: &str) -> Result<()> {
     let socket = quoted(socket.as_os_str());
     Ok(writeln!(
         stdout(),
@@ -192,7 +198,9 @@ fn finish(request: &Request, answer: &Value) -> Result<()> {
 }
 
 /// Reloads changed files; then empties the slots of a llama-server, if one is named.
-pub fn reload(at: &Control, server: &ServerOptions) -> Result<()> {
+///
+/// Returns whether tensors were swapped.
+pub fn reload(at: &Control, server: &ServerOptions) -> Result<bool> {
     let socket = &*at.socket()?;
     // Before anything changes, because the slots must be erasable afterwards.
     let server = server.check(|| process_at(socket))?;
@@ -235,10 +243,7 @@ pub fn reload(at: &Control, server: &ServerOptions) -> Result<()> {
         ModelReload::Done(report) => report.swapped > 0,
         ModelReload::Failed { .. } => false,
     };
-    match !at.json && reloads.reports.iter().any(swaps) {
-        true => say_undo(socket, "undo"),
-        false => Ok(()),
-    }
+    Ok(reloads.reports.iter().any(swaps))
 }
 
 /// Fails if a reply reports a failure.
@@ -517,6 +522,18 @@ fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
         writeln!(
             out,
             "reloads are frozen: run 'llama-sidecar ctl unfreeze' to permit them"
+        )?;
+    }
+    for model in status
+        .models
+        .iter()
+        .filter(|of| status.frozen && of.differs)
+    {
+        let paths = model.files.join(", ");
+        writeln!(
+            out,
+            "model {}: a file is another one than at the start: {paths}",
+            model.model
         )?;
     }
     if let Some(waiting) = &status.waiting {

@@ -97,6 +97,10 @@ pub fn run(options: &ReportOptions) -> Result<()> {
         }
     }
     if options.compare {
+        ensure!(
+            traces.len() > 1,
+            "--compare compares several traces, or the workloads between marks of routes: pass a second trace"
+        );
         let text = match options.output {
             None => traces.iter().map(as_text).collect::<String>() + &comparison::as_text(&traces),
             Some(_) => compared(&traces),

@@ -47,19 +47,24 @@ impl TraceReport {
             "{0} is an array of numpy: open it with numpy.load('{0}'); a report needs routes in a file FILE.routes, or a trace of --expert-trace-output",
             text::path(path)
         );
-        let text =
-            files::read_text(path).with_context(|| format!("cannot read {}", text::path(path)))?;
-        let json = serde_json::from_str(&text).with_context(|| {
+        let text = files::read_text(path).with_context(|| {
+            format!(
+                "cannot read {} as a trace: write one with --expert-trace-output trace.json; a model is passed with --model",
+                text::path(path)
+            )
+        })?;
+        let json: Value = serde_json::from_str(&text).with_context(|| {
             format!(
                 "{} is not JSON: write a trace with --expert-trace-output trace.json",
                 text::path(path)
             )
         })?;
-        Ok(vec![TraceReport::of_json(
-            &json,
-            label(path),
-            &text::path(path),
-        )?])
+        let of_json = |json| TraceReport::of_json(json, label(path), &text::path(path));
+        match json["traces"].as_array() {
+            // Of 'trace --json': one for each model.
+            Some(traces) => traces.iter().map(of_json).collect(),
+            None => Ok(vec![of_json(&json)?]),
+        }
     }
 
     /// Reads a trace, which comes from a place.
@@ -88,7 +93,9 @@ impl TraceReport {
             ..ModelMeta::default()
         };
         let mut found: Vec<TraceReport> = Vec::new();
+        let mut begins_unmarked = false;
         reader.workloads(|mark, counts| {
+            begins_unmarked |= found.is_empty() && mark.is_empty();
             if let (false, Some(sum)) = (separate, found.first_mut()) {
                 sum.counts.merge(&counts);
                 return Ok(());
@@ -106,6 +113,10 @@ impl TraceReport {
             found.push(TraceReport { about, counts, label });
             Ok(())
         })?;
+        // Workloads are between marks: what is before the first of several is none.
+        if separate && begins_unmarked && found.len() > 2 {
+            found.remove(0);
+        }
         ensure!(
             !found.is_empty(),
             "the file has no tokens: evaluate with the model before"

@@ -261,17 +261,16 @@ pub fn run(mut options: SwapOptions) -> Result<()> {
         force: options.force,
         dry_run: options.dry_run,
     };
-    let changed = swap(&job)?;
-    if changed {
-        println!(
-            "done; undo it with: llama-sidecar undo {}",
-            quoted(model.as_os_str())
-        );
+    if !swap(&job)? {
+        return Ok(());
     }
-    match options.reload && changed {
-        true => control::reload(&options.at, &server::ServerOptions::default()),
-        false => Ok(()),
+    let undo = format!("undo {}", quoted(model.as_os_str()));
+    if options.reload {
+        control::reload(&options.at, &server::ServerOptions::default())?;
+        return control::say_undo(&options.at.socket()?, &undo);
     }
+    println!("done; undo it with: llama-sidecar {undo}");
+    Ok(())
 }
 
 /// Puts the original tensors of a model's files back, all or those that match, and returns whether anything changed.
@@ -331,11 +330,7 @@ fn swap(job: &Job<'_>) -> Result<bool> {
         let names = model
             .iter()
             .flat_map(|f| f.header.tensors.iter().map(|t| f.header.name(t)));
-        let some: Vec<_> = names.take(3).map(|name| name.to_string_lossy()).collect();
-        bail!(
-            "no tensor's whole name matches '{regex}': names have the form {}; run 'llama-sidecar inspect' to list them",
-            some.join(", ")
-        );
+        bail!(NamePattern::no_match(regex.as_str(), names));
     }
     if sources.is_none() && kept.iter().all(Vec::is_empty) {
         println!(

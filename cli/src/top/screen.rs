@@ -26,7 +26,7 @@ const TICK: Duration = Duration::from_millis(200);
 const LEVELS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 /// The most characters of a terminal.
 const MOST_CELLS: u32 = 4_000_000;
-const KEYS: &str = "q quit   Tab next program   r reload   v revert and freeze   u unfreeze";
+const KEYS: &str = "q quit   Tab next program   R reload   V revert and freeze   U unfreeze";
 
 const NOT_COUNTED: &str = "start the program with --expert-trace-stats to see its experts by layer";
 
@@ -113,9 +113,9 @@ impl Screen {
                     return Ok(());
                 }
                 KeyCode::Tab | KeyCode::Right => self.shown += 1,
-                KeyCode::Char('r') => self.send(Action::Reload),
-                KeyCode::Char('v') => self.send(Action::Revert),
-                KeyCode::Char('u') => self.send(Action::Unfreeze),
+                KeyCode::Char('R') => self.send(Action::Reload),
+                KeyCode::Char('V') => self.send(Action::Revert),
+                KeyCode::Char('U') => self.send(Action::Unfreeze),
                 _ => {}
             }
         }

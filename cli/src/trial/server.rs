@@ -138,8 +138,12 @@ impl Client {
             .with_context(|| format!("the server at {} does not answer", self.url))?;
         let (status, text) = text(answer, LONGEST_ANSWER)?;
         if status != 200 {
+            let key = match status.as_u16() {
+                401 => "; pass its API key with --api-key or LLAMA_API_KEY",
+                _ => "",
+            };
             let reason = reason(status, &text);
-            bail!("the server refuses a prompt ({status}): {reason}");
+            bail!("the server refuses a prompt ({status}): {reason}{key}");
         }
         Ok(serde_json::from_str(&text).unwrap_or_default())
     }

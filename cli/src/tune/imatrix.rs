@@ -65,6 +65,28 @@ impl Matrix {
         }
     }
 
+    /// Returns a note if tensors of a model have no values. Fails if none has any: the matrix is of another model.
+    /// llama-imatrix makes none for embeddings.
+    pub fn check<'a>(&self, names: impl Iterator<Item = &'a str>) -> Result<Option<String>> {
+        let names: Vec<_> = names
+            .filter(|name| !name.ends_with("token_embd.weight"))
+            .collect();
+        let lacks = |name: &&&str| !self.entries.contains_key(**name);
+        let lacking: Vec<_> = names.iter().filter(lacks).collect();
+        let Some(first) = lacking.first() else {
+            return Ok(None);
+        };
+        let path = text::path(&self.path);
+        let count = format!("{} of {} tensors", lacking.len(), names.len());
+        ensure!(
+            lacking.len() < names.len(),
+            "{path} has no values for {count}, the first is '{first}': use the importance matrix of this model"
+        );
+        Ok(Some(format!(
+            "{path} has no values for {count}, the first is '{first}': these are quantised without it"
+        )))
+    }
+
     /// Returns a hash of all values.
     pub fn hash(&self) -> Hash {
         let mut all = Vec::new();

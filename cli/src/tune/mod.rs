@@ -53,7 +53,7 @@ use groups::By;
 use identity::Identities;
 use imatrix::Matrix;
 use kept::Quantizer;
-use model::Model;
+use model::{Model, Tensor};
 use record::{BASE_LOGITS, Record, make_folder};
 use results::{Goal, Results};
 pub use sweep::ggml_library;
@@ -189,6 +189,7 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
         true => groups::by(&tensors, options.by),
         false => groups::by_regex(&tensors, &options.group)?,
     };
+    check_matrix(matrix.as_ref(), &sources)?;
     let outcomes = candidates
         .iter()
         .map(|candidate| candidate.outcomes(&model, &sources, matrix.as_ref()));
@@ -323,6 +324,16 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
     Ok(())
 }
 
+/// Prints a note if an importance matrix has no values for some tensors, and fails if it has none for any.
+fn check_matrix(matrix: Option<&Matrix>, tensors: &[Tensor<'_>]) -> Result<()> {
+    let names = || tensors.iter().map(|tensor| tensor.name);
+    let note = matrix.map(|matrix| matrix.check(names())).transpose()?;
+    if let Some(note) = note.flatten() {
+        eprintln!("llama-sidecar: {}", text::line(&note));
+    }
+    Ok(())
+}
+
 /// Tensors that were quantised.
 pub struct Quantized {
     /// The file that has them.
@@ -345,6 +356,7 @@ pub fn quantize(
     let model = Model::open(from)?;
     let matrix = imatrix.map(Matrix::load).transpose()?;
     let tensors = model.quantizable(Some(only))?;
+    check_matrix(matrix.as_ref(), &tensors)?;
     let candidate = Candidate::parse(ty)?;
     ensure!(
         matches!(candidate.origin, Origin::Type(_)),

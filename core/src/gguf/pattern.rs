@@ -31,6 +31,21 @@ impl NamePattern {
     pub fn matches(&self, name: &CStr) -> bool {
         self.0.is_match(&name.to_string_lossy())
     }
+
+    /// Returns the message for an expression that matches none of these names.
+    pub fn no_match<'a>(text: &str, names: impl Iterator<Item = &'a CStr>) -> String {
+        let names: Vec<_> = names.collect();
+        let is_part = |name: &&CStr| name.to_string_lossy().contains(text);
+        let part = match names.iter().any(is_part) {
+            true => format!("; for a part of a name, write '.*{text}.*'"),
+            false => String::new(),
+        };
+        let some = names.iter().take(3).map(|name| name.to_string_lossy());
+        format!(
+            "no tensor's whole name matches '{text}'{part}: names have the form {}; run 'llama-sidecar inspect MODEL' to list them",
+            some.collect::<Vec<_>>().join(", ")
+        )
+    }
 }
 
 fn compile(text: &str) -> Result<Regex, regex_lite::Error> {
@@ -48,6 +63,13 @@ mod tests {
         assert!(!pattern.matches(c"blk.10") && !pattern.matches(c"xblk"));
         let error = NamePattern::parse("a(").expect_err("not closed");
         assert!(error.contains("'a('"), "{error}");
+    }
+
+    #[test]
+    fn the_message_has_the_expression_for_a_part_of_a_name() {
+        let message = |text| NamePattern::no_match(text, [c"blk.1.a", c"blk.2.a"].into_iter());
+        assert!(message("1.a").contains("write '.*1.a.*': names have the form blk.1.a, blk.2.a;"));
+        assert!(!message("3.a").contains("write"));
     }
 
     #[test]

@@ -103,7 +103,10 @@ impl Overlays {
         let found = found.collect();
         for wanted in wanted {
             if !wanted.matches {
-                return Err(no_match(&wanted.overlay.tensor, models));
+                let names = models
+                    .iter()
+                    .flat_map(|model| (0..model.tensors.len()).map(|at| model.name(at)));
+                return Err(NamePattern::no_match(&wanted.overlay.tensor, names));
             }
             if let Some(misfit) = wanted.misfit.filter(|_| !wanted.fits) {
                 return Err(misfit);
@@ -206,14 +209,4 @@ fn parse_hash(text: &str) -> Result<Hash, String> {
     let is_hash = text.len() == 32;
     let hash = Hash::from_str_radix(text, 16).ok().filter(|_| is_hash);
     hash.ok_or_else(|| format!("expected a hash of 32 hexadecimal digits, found '{text}'"))
-}
-
-/// Returns why an overlay names no tensor.
-fn no_match(pattern: &str, models: &[Arc<Model>]) -> String {
-    let model = models.first().expect("a model is loaded");
-    let names = (0..model.tensors.len().min(3)).map(|at| model.name(at).to_string_lossy());
-    format!(
-        "no tensor's whole name matches '{pattern}': names have the form {}; run 'llama-sidecar inspect' to list them",
-        names.collect::<Vec<_>>().join(", ")
-    )
 }
