@@ -28,7 +28,7 @@ const MOST_LINES: [(&str, usize); 9] = [
     ("core", 20_900),
     ("src", 11_700),
     ("preload", 26_250),
-    ("cli", 26_900),
+    ("cli", 26_950),
     ("xtask", 10_600),
     ("testkit", 4_700),
     ("ggml-quantize", 600),

@@ -598,6 +598,8 @@ fn experts_and_types_are_chosen_together() {
     assert!(tensors(&folder.path().join("fewer.gguf")) == tensors(&pruned));
     let kld = |of: &Value| of["statistics"]["kld"]["mean"].as_f64().expect("a number");
     assert_eq!(kld(&report["recipe"]), report["baseline"]["kld"]["mean"]);
+    let rounding = report["rounding"]["kld"]["mean"].as_f64();
+    assert!(rounding > Some(0.0), "{report}");
     let [of_used, of_spare] = [0, 1].map(|at| kld(&report["cuts"][at]));
     assert!(of_used > of_spare + 1e-4, "{of_used} {of_spare}");
     // With a smaller size, some do, beside it.

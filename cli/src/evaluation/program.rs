@@ -23,12 +23,15 @@ use crate::control::{self, Limit, sockets};
 use crate::interruption;
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{JOURNAL, Journal};
+use crate::output::progress;
 use crate::temporary::Temporary;
 
 /// Variables of a program that masks experts.
 pub const MASKS: [(&str, &str); 1] = [("LLAMA_EXPERT_MASKS", "1")];
 /// No further variables.
 pub const NO_VARIABLES: [(&str, &str); 0] = [];
+/// Divergences that are smaller are those of rounded base logits.
+const LEAST: f64 = 2e-6;
 /// The program that evaluates, unless the user names another one.
 const PERPLEXITY: &str = "llama-perplexity";
 /// Tokens of a chunk of [`TRIAL`].
@@ -246,13 +249,50 @@ impl Program {
         Ok(())
     }
 
-    /// Starts the program with the drop-in and these variables. Its first evaluation begins.
+    /// Evaluates a model with the other setting of flash attention: its results differ by rounding alone. Returns what
+    /// it was set to, and the statistics; `None` if the program cannot do it.
+    pub fn evaluate_rounding(
+        &self,
+        model: &Path,
+        base: &Path,
+        log: &Path,
+    ) -> Result<Option<(&'static str, Statistics)>> {
+        let set = self.other_flash_attention();
+        progress(&format!(
+            "evaluating it with flash attention {set}: the difference is rounding alone"
+        ));
+        let evaluate = || {
+            let more = ["--flash-attn", set];
+            let mut running = self.start(model, base, log, &NO_VARIABLES, &more)?;
+            let statistics = running.first()?;
+            running.end()?;
+            Ok::<_, anyhow::Error>(statistics)
+        };
+        match evaluate() {
+            // Also in base logits, numbers are rounded.
+            Ok(statistics) if statistics.kld.mean < LEAST => {
+                progress(
+                    "the size of rounding is not known: the program computes the same with both settings",
+                );
+                Ok(None)
+            }
+            Ok(statistics) => Ok(Some((set, statistics))),
+            Err(error) if interruption::signal().is_some() => Err(error),
+            Err(error) => {
+                progress(&format!("the size of rounding is not known: {error:#}"));
+                Ok(None)
+            }
+        }
+    }
+
+    /// Starts the program with the drop-in, these variables and further arguments. Its first evaluation begins.
     pub fn start(
         &self,
         model: &Path,
         base: &Path,
         log: &Path,
         variables: &[(&str, impl AsRef<OsStr>)],
+        more: &[&str],
     ) -> Result<Running> {
         let folder = socket_folder()?;
         let socket = folder.path().join(SOCKET);
@@ -263,6 +303,7 @@ impl Program {
             .arg("--kl-divergence")
             .arg("--kl-divergence-base")
             .arg(base)
+            .args(more)
             .env(JOURNAL, journal.path())
             .env("LLAMA_SIDECAR_CONTROL", &socket)
             .env("LLAMA_SIDECAR_ROUNDS", "1")

@@ -16,9 +16,6 @@ use crate::launch::child::without_secrets;
 use crate::output::progress;
 use crate::temporary::Temporary;
 
-/// Divergences that are smaller are those of rounded base logits.
-const LEAST: f64 = 2e-6;
-
 /// A model, a text, and a folder with base logits that goes at the end. The log of the program stays after a failure.
 pub struct Session<'a> {
     pub program: Program,
@@ -97,7 +94,7 @@ impl<'a> Session<'a> {
     pub fn start(&self, variables: &[(&str, impl AsRef<OsStr>)]) -> Result<Running> {
         self.check_model()?;
         self.program
-            .start(self.model, &self.base_path(), &self.log, variables)
+            .start(self.model, &self.base_path(), &self.log, variables, &[])
     }
 
     /// Fails if a file of the model is another one by now: figures of two models mean nothing.
@@ -116,39 +113,16 @@ impl<'a> Session<'a> {
     /// Evaluates another model once.
     pub fn evaluate(&self, model: &Path) -> Result<Statistics> {
         let (base, log) = (self.base_path(), &self.log);
-        let mut running = self.program.start(model, &base, log, &NO_VARIABLES)?;
+        let mut running = self.program.start(model, &base, log, &NO_VARIABLES, &[])?;
         let statistics = running.first()?;
         running.end()?;
         Ok(statistics)
     }
 
-    /// Evaluates the model with the other setting of flash attention: its results differ by rounding alone. Returns what
-    /// it was set to, and the statistics; `None` if the program cannot do it.
-    pub fn evaluate_rounding(&mut self) -> Result<Option<(&'static str, Statistics)>> {
-        let set = self.program.other_flash_attention();
-        progress(&format!(
-            "evaluating it with flash attention {set}: the difference is rounding alone"
-        ));
-        let before = self.program.arguments.len();
-        let added = ["--flash-attn", set].map(str::to_owned);
-        self.program.arguments.extend(added);
-        let result = self.evaluate(self.model);
-        self.program.arguments.truncate(before);
-        match result {
-            // Also in base logits, numbers are rounded.
-            Ok(statistics) if statistics.kld.mean < LEAST => {
-                progress(
-                    "the size of rounding is not known: the program computes the same with both settings",
-                );
-                Ok(None)
-            }
-            Ok(statistics) => Ok(Some((set, statistics))),
-            Err(error) if interruption::signal().is_some() => Err(error),
-            Err(error) => {
-                progress(&format!("the size of rounding is not known: {error:#}"));
-                Ok(None)
-            }
-        }
+    /// Evaluates the model with results that differ by rounding alone: [`Program::evaluate_rounding`].
+    pub fn evaluate_rounding(&self) -> Result<Option<(&'static str, Statistics)>> {
+        let base = self.base_path();
+        self.program.evaluate_rounding(self.model, &base, &self.log)
     }
 
     /// Returns what a reader of the figures must know.

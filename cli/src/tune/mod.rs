@@ -271,7 +271,7 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
             plan.quantizer.check(&plan.sources, outcomes)?;
         }
     }
-    let total = 1
+    let total = 2
         + groups.len() * plan.candidates.len()
         + plan.cuts.len()
         + goal.map_or(0, |_| 1 + plan.candidates.len());

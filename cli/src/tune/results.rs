@@ -45,6 +45,8 @@ pub struct Results<'a> {
     pub groups: Vec<Group>,
     pub goal: Option<Goal>,
     pub baseline: Statistics,
+    /// The model as it is with another rounding, if the program can do that.
+    pub rounding: Option<Statistics>,
     /// For each group and each candidate.
     pub measured: Vec<Vec<Statistics>>,
     /// For each cut.
@@ -77,6 +79,7 @@ impl<'a> Results<'a> {
         };
         let results = Results {
             baseline: zero,
+            rounding: None,
             measured: vec![vec![zero; plan.candidates.len()]; groups.len()],
             cuts: vec![zero; plan.cuts.len()],
             plan,
@@ -95,6 +98,7 @@ impl<'a> Results<'a> {
     pub fn measure(self, sweep: &mut Sweep<'a>) -> Result<Results<'a>> {
         let mut results = self;
         let plan = results.plan;
+        results.rounding = sweep.rounding()?;
         results.baseline = sweep.baseline()?;
         // Type by type, so that the first figures do not wait for the last type.
         for (candidate, of) in plan.candidates.iter().enumerate() {
@@ -209,7 +213,10 @@ impl<'a> Results<'a> {
         let statistics = sweep.measure("the recipe", self.change(&mix.choices, cut))?;
         Ok(Recipe {
             mix,
-            expected: self.baseline.kld.mean + cost,
+            expected: match cost > 0.0 {
+                true => self.floor().mean + cost,
+                false => self.baseline.kld.mean + cost,
+            },
             statistics,
         })
     }
@@ -239,10 +246,24 @@ impl<'a> Results<'a> {
         self.beyond(&self.measured[group][candidate])
     }
 
-    /// Returns how far a divergence is beyond that of the model as it is.
+    /// Returns the divergence that any change has: each group was measured with that of rounding, which a mix has once.
+    fn floor(&self) -> Figure {
+        let baseline = self.baseline.kld;
+        let rounding = self.rounding.map_or(baseline, |of| of.kld);
+        match rounding.mean > baseline.mean {
+            true => rounding,
+            false => baseline,
+        }
+    }
+
+    /// Returns how far a divergence is beyond that of the model as it is, or of rounding.
     fn beyond(&self, statistics: &Statistics) -> f64 {
         let (now, before) = (statistics.kld, self.baseline.kld);
         let added = now.mean - before.mean;
+        if added >= 0.0 {
+            // Of two changes that are both within rounding, the one with the smaller divergence is better.
+            return (now.mean - self.floor().mean).max(added / 1000.0);
+        }
         match added < 0.0 && now.is_equal_to(&before) {
             true => 0.0,
             false => added,
@@ -261,7 +282,9 @@ impl<'a> Results<'a> {
     /// `Err` if that is no change at all.
     pub fn equal_to(&self, group: usize, candidate: usize) -> Option<Result<usize, ()>> {
         let kld = self.measured[group][candidate].kld;
-        if kld.is_equal_to(&self.baseline.kld) {
+        let (floor, baseline) = (self.floor(), self.baseline.kld);
+        let is_rounding = (baseline.mean..=floor.mean).contains(&kld.mean);
+        if is_rounding || kld.is_equal_to(&floor) || kld.is_equal_to(&baseline) {
             return Some(Err(()));
         }
         let bytes = self.group_bytes(group, candidate);

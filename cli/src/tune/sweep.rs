@@ -21,6 +21,8 @@ use crate::pruned::{Mixture, Pruned};
 
 /// The key of the measurement without overlays.
 const BASELINE: &str = "baseline";
+/// The key of the model as it is with another rounding.
+const ROUNDING: &str = "rounding";
 
 /// What is measured, and with what.
 pub struct Plan<'a> {
@@ -169,6 +171,26 @@ impl<'a> Sweep<'a> {
         self.measure("the model as it is", Change::default())
     }
 
+    /// Returns the statistics of the model as it is with another rounding, before all others: a process of its own evaluates
+    /// it. `None` if the program cannot do it.
+    pub fn rounding(&mut self) -> Result<Option<Statistics>> {
+        self.done += 1;
+        if let Some(known) = self.record.find(ROUNDING) {
+            return Ok(Some(known.statistics));
+        }
+        let (plan, began) = (self.plan, Instant::now());
+        let log = plan.folder.join("perplexity.log");
+        let found = plan
+            .program
+            .evaluate_rounding(&plan.model.path, &self.base, &log)?;
+        let Some((_, statistics)) = found else {
+            return Ok(None);
+        };
+        let seconds = began.elapsed().as_secs_f64();
+        self.add(ROUNDING.into(), "rounding alone", seconds, statistics)?;
+        Ok(Some(statistics))
+    }
+
     /// Returns the statistics with a change.
     pub fn measure(&mut self, what: &str, mut change: Change) -> Result<Statistics> {
         change
@@ -259,7 +281,7 @@ impl<'a> Sweep<'a> {
         let variables = &MASKS[..plan.cuts.len().min(1)];
         let mut running = plan
             .program
-            .start(&plan.model.path, &self.base, &log, variables)?;
+            .start(&plan.model.path, &self.base, &log, variables, &[])?;
         let found = running.first()?;
         match self.record.find(BASELINE) {
             Some(known) => ensure!(

@@ -24,9 +24,10 @@ const UNMEASURED: &str = "404";
 pub fn text(results: &Results<'_>, folder: &Path, written: Option<&Path>) -> String {
     let baseline = &results.baseline;
     let mut text = format!(
-        "{}\nas it is: {}\n\n{}",
+        "{}\nas it is: {}\n{}\n{}",
         text::path(&results.plan.model.path),
         sentence(baseline),
+        rounding(results),
         measurements(results).as_text()
     );
     if let Some(cuts) = cuts(results) {
@@ -35,7 +36,7 @@ pub fn text(results: &Results<'_>, folder: &Path, written: Option<&Path>) -> Str
     if results.groups.is_empty() {
         return text;
     }
-    text += "\n'= X': the divergence is that of the smaller X, within the errors; '= as it is': of no change.\n";
+    text += "\n'= X': the divergence is that of the smaller X, within the errors; '= as it is': of no change, or of rounding alone.\n";
     for line in notes::fallbacks(results.plan) {
         let _ = writeln!(text, "{line}");
     }
@@ -67,6 +68,18 @@ pub fn text(results: &Results<'_>, folder: &Path, written: Option<&Path>) -> Str
     let _ = writeln!(text, "page: {}", text::path(&folder.join("report.html")));
     let _ = writeln!(text, "{}", notes::of_folder(folder));
     text
+}
+
+/// Returns how much of a divergence rounding explains, as a line; nothing if that is not known.
+fn rounding(results: &Results<'_>) -> String {
+    let set = results.plan.program.other_flash_attention();
+    let line = |of: &Statistics| {
+        format!(
+            "rounding alone (flash attention {set}): {}; a group with no more than this has no measurable cost\n",
+            sentence(of)
+        )
+    };
+    results.rounding.as_ref().map(line).unwrap_or_default()
 }
 
 /// Returns the command that writes a mix with llama-quantize; `None` where its file would have
@@ -294,6 +307,7 @@ pub fn json(results: &Results<'_>) -> Value {
     json!({
         "model": plan.model.path,
         "baseline": results.baseline,
+        "rounding": results.rounding,
         "cuts": cuts.collect::<Vec<_>>(),
         "groups": groups.collect::<Vec<_>>(),
         "recipe": recipe,
