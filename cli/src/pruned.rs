@@ -83,7 +83,7 @@ impl Mixture {
         } = &routing;
         ensure!(
             *experts > 0,
-            "the model has no {architecture}.expert_count: it is no mixture of experts, or an older file"
+            "the model has no {architecture}.expert_count: it is no mixture of experts, or an older file; 'tune' makes other models smaller"
         );
         ensure!(
             *experts <= u64::from(MAX_EXPERTS),
@@ -146,7 +146,7 @@ impl<'a> Pruned<'a> {
             of_layer.extend(mask.experts.iter().map(|expert| u64::from(*expert)));
         }
         if let Some(layer) = removed.keys().find(|layer| !layers.contains(layer)) {
-            bail!("layer {layer} has no experts");
+            bail!("layer {layer} has no experts: the list is of another model");
         }
         let mut kept = BTreeMap::new();
         let mut left = None;

@@ -282,5 +282,13 @@ fn show(
         }
         None => Ok(()),
     };
-    saved.and(reported)
+    saved.and(reported)?;
+    let list = options.save.as_ref().filter(|_| !found.experts.is_empty());
+    if let (false, Some(path)) = (is_complete, list) {
+        progress(&format!(
+            "the experts so far are in {}, and no model is written: continue with --experts {0}",
+            text::path(path)
+        ));
+    }
+    Ok(())
 }
