@@ -223,6 +223,7 @@ class Sidecar:
         """
         arguments = ["undo", "-s", str(self.socket), "--json"]
         arguments += [] if tensor is None else ["--tensor", tensor]
+        arguments += [] if self.timeout is None else ["--timeout", str(self.timeout)]
         undone = _read(_undone, _command(arguments, None))
         return [report for reply in undone if "reports" in _checked(reply) for report in _reports(reply)]
 

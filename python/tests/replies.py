@@ -51,8 +51,7 @@ def calls(sidecar):
         sidecar.ping,
         sidecar.status,
         sidecar.reload,
-        sidecar.restore,
-        sidecar.revert,
+        sidecar.freeze,
         sidecar.overlays,
         sidecar.trace,
         sidecar.metrics,
@@ -70,6 +69,14 @@ for number, answer in enumerate([drips, lambda client: time.sleep(60)]):
             assert "gave no answer in 0.2 s" in str(error), error
         else:
             raise AssertionError(f"{call} has an answer")
+
+# Through the command.
+try:
+    Sidecar(program("late", lambda client: time.sleep(60)), timeout=0.2).undo()
+except SidecarError as error:
+    assert "does not answer in time" in str(error), error
+else:
+    raise AssertionError("a stopped program has an answer")
 
 # Without a timeout, too.
 try:
