@@ -963,7 +963,7 @@ fn top_shows_a_program_as_lines_and_in_a_terminal() {
     let mut child = command.spawn().expect("it starts");
     let mut shown = String::new();
     // Spaces are not written.
-    for (text, key) in [("smollm2.gguf:", b"r"), ("done", b"q")] {
+    for (text, key) in [("smollm2.gguf:", b"R"), ("done", b"q")] {
         while !shown.contains(text) {
             let mut bytes = [0; 4096];
             let read = keys.read(&mut bytes).expect("the command runs");
