@@ -653,15 +653,15 @@ unsafe extern "C-unwind" fn meta_device(
 
 unsafe extern "C-unwind" fn sched_reserve(sched: *mut Sched, graph: *mut Graph) -> usize {
     let (call, _inside) = entered();
-    let found = allocating(&call, sched, graph, false);
-    let scheduler = found.as_ref().map(|(scheduler, _)| *scheduler);
+    let (scheduler, read) = allocating(&call, sched, graph, false).unzip();
     let rests = scheduler.map(|scheduler| Finally(move || scheduler.rest()));
+    let complete = read.flatten().map(|read| read.complete).unwrap_or_default();
     let real = meant!(call, *mut Sched, *mut Graph);
     // SAFETY: the arguments of the call.
     let reserved = unsafe { real(sched, graph) };
-    if rests.is_some() {
-        drop(rests);
-        guarded(|| lifecycle::report(|to| to.memory_reserved()));
+    drop(rests);
+    if !complete.is_empty() {
+        guarded(|| lifecycle::report(|to| to.memory_reserved(&complete)));
     }
     reserved
 }

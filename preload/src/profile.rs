@@ -3,10 +3,8 @@
 //! libllama reserves memory with a graph of each new context before it evaluates. That graph completes the model. When the
 //! reservation has ended, the thread of the program sets the overlays and masks of the profile.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use parking_lot::Mutex;
 use sidecar_core::config::Config;
 use sidecar_core::files;
 use sidecar_core::protocol::{NoEffect, Profile};
@@ -17,15 +15,11 @@ use crate::hotswap::reloader;
 use crate::masking;
 use crate::program::capability::{Capability, Effect};
 use crate::program::models::Model;
-use crate::program::sched::Scheduler;
+use crate::program::sched::{Allocated, Scheduler};
 
 static EFFECT: Effect = Effect::of(NoEffect::PROFILE);
-/// Models that are complete, and on which nothing is set yet.
-static WAITING: Mutex<Vec<Arc<Model>>> = Mutex::new(Vec::new());
-/// Whether there are any.
-static ANY_WAITS: AtomicBool = AtomicBool::new(false);
 
-const NOT_RESERVED: &str = "the program evaluates it without reserving memory first: set the overlays of the profile and masks with 'swap --live' and 'ctl mask'";
+const NOT_RESERVED: &str = "the program evaluates it without reserving memory first: set overlays and masks with 'swap --live' and 'ctl mask'";
 const NO_MODEL: &str = "--profile: no model was loaded, so that nothing was set";
 
 /// The profile, as a capability.
@@ -36,41 +30,25 @@ impl Capability for AtLoad {
         Config::get().profile.is_some()
     }
 
-    fn model_complete(&self, model: &Arc<Model>) {
-        if self.is_enabled() {
-            WAITING.lock().push(model.clone());
-            ANY_WAITS.store(true, Ordering::Relaxed);
-        }
-    }
-
-    fn memory_reserved(&self) {
-        for model in take_waiting() {
-            match apply(&model) {
-                Ok(()) => EFFECT.note(),
-                Err(reason) => refuse(&model, &reason),
+    fn graph_allocated(&self, _: &Scheduler, graph: &Allocated, keeps: bool) {
+        if keeps && self.is_enabled() {
+            for model in &graph.complete {
+                refuse(model, NOT_RESERVED);
             }
         }
     }
 
-    fn evaluation_begun(&self, _: &Scheduler) {
-        for model in take_waiting() {
-            refuse(&model, NOT_RESERVED);
+    fn memory_reserved(&self, complete: &[Arc<Model>]) {
+        for model in complete.iter().filter(|_| self.is_enabled()) {
+            match apply(model) {
+                Ok(()) => EFFECT.note(),
+                Err(reason) => refuse(model, &reason),
+            }
         }
-    }
-
-    fn model_freed(&self, model: &Model) {
-        WAITING.lock().retain(|of| of.number != model.number);
     }
 
     fn no_effect(&self) -> Vec<NoEffect> {
         EFFECT.missing(|| NO_MODEL.into())
-    }
-}
-
-fn take_waiting() -> Vec<Arc<Model>> {
-    match ANY_WAITS.load(Ordering::Relaxed) && ANY_WAITS.swap(false, Ordering::Relaxed) {
-        true => std::mem::take(&mut WAITING.lock()),
-        false => Vec::new(),
     }
 }
 

@@ -44,9 +44,9 @@ pub trait Capability: Sync {
     /// `keeps` is true.
     fn graph_allocated(&self, _scheduler: &Scheduler, _graph: &Allocated, _keeps: bool) {}
 
-    /// A scheduler has reserved memory with a graph, which is not evaluated. The thread of the program is in no function
-    /// of ggml.
-    fn memory_reserved(&self) {}
+    /// A scheduler has reserved memory with a graph, which is not evaluated and by which these models are complete. The thread
+    /// of the program is in no function of ggml.
+    fn memory_reserved(&self, _complete: &[Arc<Model>]) {}
 
     /// The program is about to drop the graph that a scheduler keeps.
     fn graph_dropped(&self, _scheduler: &Scheduler) {}
