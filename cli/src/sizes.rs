@@ -8,11 +8,16 @@ use sidecar_core::text;
 /// The most seconds that an option takes: what a clock can add.
 const LONGEST: f64 = 1e9;
 
+/// Returns a number and its unit, as text; the unit may be empty.
+pub fn number_and_unit(text: &str) -> (&str, &str) {
+    let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    text.split_at(number.len())
+}
+
 /// Reads a size: `24G` or `24GiB` in powers of 1024, `24GB` in powers of 1000; also K, M and T.
 pub fn size(text: &str) -> Result<u64, String> {
-    let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let (number, unit) = number_and_unit(text);
     let power = |letters: &str| "KMGT".find(letters).map(|at| at as i32 + 1);
-    let unit = &text[number.len()..];
     let factor = match unit.strip_suffix("iB").or(unit.strip_suffix('B')) {
         _ if unit.is_empty() || unit == "B" => Some(1.0),
         Some(letter) if letter.len() == 1 && !unit.ends_with("iB") => {
@@ -44,11 +49,8 @@ pub fn microseconds(unit: &str) -> Option<f64> {
 
 /// Reads a time of at most 30 years: `2s`, `500ms`, `5m`, `1h`. A number alone is in seconds.
 pub fn time(text: &str) -> Result<Duration, String> {
-    let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let unit = match &text[number.len()..] {
-        "" => "s",
-        unit => unit,
-    };
+    let (number, unit) = number_and_unit(text);
+    let unit = if unit.is_empty() { "s" } else { unit };
     let seconds = number.parse::<f64>().ok().zip(microseconds(unit));
     let seconds = seconds.map(|(number, unit)| number * unit / 1e6);
     let time = seconds.filter(|seconds| *seconds <= LONGEST);

@@ -249,6 +249,20 @@ impl Program {
         Ok(())
     }
 
+    /// Evaluates a model once, with further arguments.
+    pub fn evaluate(
+        &self,
+        model: &Path,
+        base: &Path,
+        log: &Path,
+        more: &[&str],
+    ) -> Result<Statistics> {
+        let mut running = self.start(model, base, log, &NO_VARIABLES, more)?;
+        let statistics = running.first()?;
+        running.end()?;
+        Ok(statistics)
+    }
+
     /// Evaluates a model with the other setting of flash attention: its results differ by rounding alone. Returns what
     /// it was set to, and the statistics; `None` if the program cannot do it.
     pub fn evaluate_rounding(
@@ -261,14 +275,7 @@ impl Program {
         progress(&format!(
             "evaluating it with flash attention {set}: the difference is rounding alone"
         ));
-        let evaluate = || {
-            let more = ["--flash-attn", set];
-            let mut running = self.start(model, base, log, &NO_VARIABLES, &more)?;
-            let statistics = running.first()?;
-            running.end()?;
-            Ok::<_, anyhow::Error>(statistics)
-        };
-        match evaluate() {
+        match self.evaluate(model, base, log, &["--flash-attn", set]) {
             // Also in base logits, numbers are rounded.
             Ok(statistics) if statistics.kld.mean < LEAST => {
                 progress(

@@ -9,7 +9,7 @@ use sidecar_core::gguf::GgufFile;
 use sidecar_core::text;
 
 use super::base::{self, Base};
-use super::program::{NO_VARIABLES, Program, Running};
+use super::program::{Program, Running};
 use super::statistics::Statistics;
 use crate::interruption;
 use crate::launch::child::without_secrets;
@@ -112,11 +112,8 @@ impl<'a> Session<'a> {
 
     /// Evaluates another model once.
     pub fn evaluate(&self, model: &Path) -> Result<Statistics> {
-        let (base, log) = (self.base_path(), &self.log);
-        let mut running = self.program.start(model, &base, log, &NO_VARIABLES, &[])?;
-        let statistics = running.first()?;
-        running.end()?;
-        Ok(statistics)
+        let base = self.base_path();
+        self.program.evaluate(model, &base, &self.log, &[])
     }
 
     /// Evaluates the model with results that differ by rounding alone: [`Program::evaluate_rounding`].

@@ -22,7 +22,7 @@ use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{Events, JOURNAL, Journal};
 use crate::launch::limit::MemoryLimit;
 use crate::launch::{gains, own_cache, proof};
-use crate::sizes::{microseconds, size};
+use crate::sizes::{microseconds, number_and_unit, size};
 use crate::temporary::Temporary;
 use crate::words::{quoted, quoted_words};
 
@@ -190,8 +190,7 @@ fn unit_of(variable: &Variable) -> &'static str {
 
 /// Returns a value that the variable accepts. Sizes and times have their unit, or that of the variable.
 fn checked(variable: &Variable, text: &str) -> Result<String, String> {
-    let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let unit = &text[number.len()..];
+    let (number, unit) = number_and_unit(text);
     let of = unit_of(variable);
     let in_unit = match of {
         _ if number.is_empty() || unit.is_empty() => None,

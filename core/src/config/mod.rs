@@ -162,8 +162,8 @@ impl Config {
             staging_bytes: values.mib("LLAMA_SIDECAR_STAGING_MB").unwrap_or(0),
             memory_bytes: values.mib("LLAMA_SIDECAR_MEMORY_MB"),
             logits_hashes: values.own_path("LLAMA_SIDECAR_LOGITS_HASHES"),
-            profile: values.get("LLAMA_SIDECAR_PROFILE", |value| Ok(value.into())),
-            journal: values.get("LLAMA_SIDECAR_JOURNAL", |value| Ok(value.into())),
+            profile: values.path("LLAMA_SIDECAR_PROFILE"),
+            journal: values.path("LLAMA_SIDECAR_JOURNAL"),
             log: values
                 .get("LLAMA_SIDECAR_LOG", |value| utf8(value).and_then(level))
                 .unwrap_or(LevelFilter::Warn),
