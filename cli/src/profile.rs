@@ -1,7 +1,8 @@
 //! Profiles: the overlays and masks of a running program, in a file for the next start.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use regex::Regex;
@@ -147,7 +148,7 @@ fn check(overlays: &[Overlay]) -> Result<()> {
 }
 
 /// Quantises the tensors of overlays that need it, as `swap --live --as` did, into a folder.
-fn quantize(profile: &mut Profile, program: &std::ffi::OsStr, folder: &Path) -> Result<()> {
+fn quantize(profile: &mut Profile, program: &OsStr, folder: &Path) -> Result<()> {
     let library = library(program)?;
     let open = |path: &String| GgufFile::open(&text::path_of(path), Access::Read).ok();
     let in_use: Vec<GgufFile> = profile.files.iter().filter_map(open).collect();
@@ -182,9 +183,8 @@ fn quantize(profile: &mut Profile, program: &std::ffi::OsStr, folder: &Path) -> 
 }
 
 /// Returns the ggml library that quantises: that of the program, else of llama-quantize.
-fn library(program: &std::ffi::OsStr) -> Result<std::path::PathBuf> {
-    let of =
-        |word: &std::ffi::OsStr| tune::ggml_library(Executable::find(word).ok()?.libraries().ok()?);
+fn library(program: &OsStr) -> Result<PathBuf> {
+    let of = |word: &OsStr| tune::ggml_library(Executable::find(word).ok()?.libraries().ok()?);
     of(program).or_else(|| of("llama-quantize".as_ref())).context(
         "the profile has tensors that are quantised, and neither the program nor a llama-quantize in PATH is linked to a libggml-base.so: add the folder of llama-quantize to PATH",
     )

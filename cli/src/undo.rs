@@ -56,7 +56,9 @@ pub fn run(options: &UndoOptions) -> Result<()> {
         control::done(&reply)?;
     }
     control::reload(&options.at, &server::ServerOptions::default())?;
-    println!("{}", control::CACHED);
+    if !options.at.json {
+        println!("{}", control::CACHED);
+    }
     Ok(())
 }
 

@@ -66,10 +66,10 @@ impl Matrix {
     }
 
     /// Returns a note if tensors of a model have no values. Fails if none has any: the matrix is of another model.
-    /// llama-imatrix makes none for embeddings.
+    /// llama-imatrix makes none for embeddings, and for the output only on request.
     pub fn check<'a>(&self, names: impl Iterator<Item = &'a str>) -> Result<Option<String>> {
         let names: Vec<_> = names
-            .filter(|name| !name.ends_with("token_embd.weight"))
+            .filter(|name| !name.ends_with("token_embd.weight") && *name != "output.weight")
             .collect();
         let lacks = |name: &&&str| !self.entries.contains_key(**name);
         let lacking: Vec<_> = names.iter().filter(lacks).collect();
