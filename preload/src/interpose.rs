@@ -655,11 +655,12 @@ unsafe extern "C-unwind" fn sched_reserve(sched: *mut Sched, graph: *mut Graph) 
     let (call, _inside) = entered();
     let (scheduler, read) = allocating(&call, sched, graph, false).unzip();
     let rests = scheduler.map(|scheduler| Finally(move || scheduler.rest()));
-    let complete = read.flatten().map(|read| read.complete).unwrap_or_default();
     let real = meant!(call, *mut Sched, *mut Graph);
     // SAFETY: the arguments of the call.
     let reserved = unsafe { real(sched, graph) };
     drop(rests);
+    // Its outputs are marked until here.
+    let complete = read.flatten().map(|read| read.complete).unwrap_or_default();
     if !complete.is_empty() {
         guarded(|| lifecycle::report(|to| to.memory_reserved(&complete)));
     }
