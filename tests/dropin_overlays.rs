@@ -150,6 +150,36 @@ fn with_profile(model: &Path, profile: &Path, folder: &Path) -> (String, Vec<Str
     (said(&output), hashes.lines().skip(1).map(hash).collect())
 }
 
+/// Two threads make the first contexts of a model at the same time: none evaluates before the profile is set, and all is
+/// counted.
+#[test]
+fn contexts_that_are_made_at_the_same_time_have_all_capabilities() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).to_string_lossy().into_owned();
+    let content = json!({
+        "llama_sidecar": "profile",
+        "files": [],
+        "overlays": [{"tensor": ".*(ffn_down|attn_q).*weight", "from": fixture("small-moe-mixed.gguf")}],
+        "masks": [],
+    });
+    std::fs::write(path("profile"), content.to_string()).expect("free space");
+    let with = DropIn::On(vec![
+        ("LLAMA_SIDECAR_PROFILE", path("profile")),
+        ("LLAMA_EXPERT_TRACE_STATS", "1".into()),
+    ]);
+    let model = fixture("small-moe.gguf");
+    for _ in 0..5 {
+        let mut host = Host::start(Program::C, &model, &with);
+        let answer = host.ask("both 5");
+        let hashes: Vec<&str> = answer.split_whitespace().collect();
+        assert_eq!(hashes, [hashes[0]; 10]);
+        // Two experts for each of 12 tokens in three layers, and for the last token in the last one, ten times.
+        let trace = host.control("trace");
+        assert_eq!(trace["traces"][0]["activations"], 10 * 2 * (12 * 3 + 1));
+        assert_eq!(host.end(), Some(0));
+    }
+}
+
 #[test]
 fn a_profile_is_in_use_from_the_first_evaluation_on() {
     let (folder, path) = copied("moe.gguf");

@@ -25,14 +25,14 @@ const CRATES: [&str; 9] = [
 
 /// The most lines of Rust in a folder. A change that needs more states why in its commit, and raises the number here.
 const MOST_LINES: [(&str, usize); 9] = [
-    ("core", 20_900),
+    ("core", 21_050),
     ("src", 11_700),
-    ("preload", 26_250),
+    ("preload", 26_300),
     ("cli", 26_950),
     ("xtask", 10_600),
     ("testkit", 4_700),
     ("ggml-quantize", 600),
-    ("tests", 31_800),
+    ("tests", 31_900),
     ("benches", 3_850),
 ];
 

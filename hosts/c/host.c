@@ -13,6 +13,9 @@
 //             has the ms of a token, its major page faults and a hash of all logits
 //   context N makes another context of N tokens, which stays
 //   cycle N   frees the model, and loads it and evaluates a token N times; the last one stays
+//   both N    frees the model and loads it again; then two threads make a context each at the
+//             same time, and evaluate the first tokens of the text N times. The hashes of all
+//   chain     handles SIGTERM from here on, calls the handler before, and raises the signal
 //   own       puts memory with the same bytes in place of the mappings of .gguf files
 //   close FILE
 //             closes all descriptors from 3 on, as closefrom does, and opens FILE in place of each
@@ -29,6 +32,8 @@
 #include <fcntl.h>
 #include <inttypes.h>
 #include <malloc.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -153,7 +158,7 @@ static struct llama_context * make_context(const char * size) {
     return llama_init_from_model(model, params);
 }
 
-static void load(const char * path) {
+static void load_model(const char * path) {
     struct params of_model = llama_model_default_params();
     const struct llama_model_tensor_buft_override overrides[] = {
         {"ffn_(up|down|gate)_exps", ggml_backend_cpu_buffer_type()}, {NULL, NULL}};
@@ -176,6 +181,10 @@ static void load(const char * path) {
         memcpy(&of_model.words[16], &first, sizeof(first)); // kv_overrides
     }
     model = llama_model_load_from_file(path, of_model);
+}
+
+static void load(const char * path) {
+    load_model(path);
     context = make_context(getenv("HOST_CONTEXT"));
     if (!context) {
         fprintf(stderr, "cannot make a context for %s: too little memory\n", path);
@@ -213,10 +222,21 @@ static void read_text(void) {
                             sizeof(text) / sizeof(*text), false, false);
 }
 
+// FNV-1a of the last logits of a context, by words.
+static uint64_t hashed(struct llama_context * of, uint64_t hash) {
+    const int32_t size = llama_vocab_n_tokens(llama_model_get_vocab(model));
+    const float * logits = llama_get_logits_ith(of, -1);
+    for (int32_t token = 0; token < size; token++) {
+        uint32_t bits;
+        memcpy(&bits, &logits[token], sizeof(bits));
+        hash = (hash ^ bits) * 0x100000001b3;
+    }
+    return hash;
+}
+
 // Evaluates the next tokens of the text, so many at a time, and writes the answer of `force`.
 static void evaluate_text(int32_t count, int32_t at_a_time) {
     static double ms[sizeof(text) / sizeof(*text)];
-    const int32_t size = llama_vocab_n_tokens(llama_model_get_vocab(model));
     if (count < 1 || count > n_text - next) {
         fprintf(stderr, "%d tokens of the text are left\n", n_text - next);
         exit(1);
@@ -224,7 +244,6 @@ static void evaluate_text(int32_t count, int32_t at_a_time) {
     const int32_t evaluations = count / at_a_time;
     const long faults = major_faults();
     double sum = 0;
-    // FNV-1a, by words.
     uint64_t hash = 0xcbf29ce484222325;
     for (int32_t i = 0; i < evaluations; i++) {
         if (routes) {
@@ -232,7 +251,7 @@ static void evaluate_text(int32_t count, int32_t at_a_time) {
         }
         const double began = now_ms();
         const int32_t code = llama_decode(context, llama_batch_get_one(text + next, at_a_time));
-        const float * logits = llama_get_logits_ith(context, -1);
+        llama_get_logits_ith(context, -1);
         ms[i] = now_ms() - began;
         if (code != 0) {
             fprintf(stderr, "llama_decode failed\n");
@@ -240,11 +259,7 @@ static void evaluate_text(int32_t count, int32_t at_a_time) {
         }
         sum += ms[i];
         next += at_a_time;
-        for (int32_t token = 0; token < size; token++) {
-            uint32_t bits;
-            memcpy(&bits, &logits[token], sizeof(bits));
-            hash = (hash ^ bits) * 0x100000001b3;
-        }
+        hash = hashed(context, hash);
     }
     const double faults_each = (double) (major_faults() - faults) / evaluations;
     qsort(ms, (size_t) evaluations, sizeof(*ms), by_size);
@@ -290,6 +305,56 @@ static void write_text(int count) {
 static void unload(void) {
     llama_free(context);
     llama_model_free(model);
+}
+
+// A thread of `both`: evaluates so many times in a context of its own, and writes the hashes there.
+static void * evaluate_apart(void * argument) {
+    uint64_t * hashes = argument;
+    struct llama_context * own = make_context(NULL);
+    for (uint64_t i = hashes[0]; i > 0; i--) {
+        int32_t tokens[12];
+        memcpy(tokens, text, sizeof(tokens));
+        llama_memory_clear(llama_get_memory(own), true);
+        if (llama_decode(own, llama_batch_get_one(tokens, 12)) != 0) {
+            fprintf(stderr, "llama_decode failed\n");
+            exit(1);
+        }
+        hashes[i] = hashed(own, 0xcbf29ce484222325);
+    }
+    llama_free(own);
+    return NULL;
+}
+
+static void both(const char * path, uint64_t count) {
+    enum { MOST = 64 };
+    uint64_t hashes[2][MOST + 1] = {{count}, {count}};
+    pthread_t threads[2];
+    if (count < 1 || count > MOST) {
+        fprintf(stderr, "1 to %d evaluations\n", MOST);
+        exit(1);
+    }
+    read_text();
+    unload();
+    load_model(path);
+    for (int thread = 0; thread < 2; thread++) {
+        pthread_create(&threads[thread], NULL, evaluate_apart, hashes[thread]);
+    }
+    for (int thread = 0; thread < 2; thread++) {
+        pthread_join(threads[thread], NULL);
+        for (uint64_t i = count; i > 0; i--) {
+            printf(" %016" PRIx64, hashes[thread][i]);
+        }
+    }
+    printf("\n");
+    context = make_context(NULL);
+}
+
+static void (*handler_before)(int);
+
+static void handle(int signal) {
+    if (handler_before != SIG_DFL && handler_before != SIG_IGN) {
+        handler_before(signal);
+    }
 }
 
 static void cycle(const char * path, int count) {
@@ -418,6 +483,12 @@ int main(int argc, char ** argv) {
             puts("freed");
         } else if (strcmp(line, "cycle") == 0) {
             cycle(argv[2], atoi(argument));
+        } else if (strcmp(line, "both") == 0) {
+            both(argv[2], strtoull(argument, NULL, 10));
+        } else if (strcmp(line, "chain") == 0) {
+            handler_before = signal(SIGTERM, handle);
+            raise(SIGTERM);
+            puts("handled");
         } else if (strcmp(line, "use") == 0) {
             use(argument);
         } else if (strcmp(line, "context") == 0) {

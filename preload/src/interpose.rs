@@ -36,7 +36,7 @@ use crate::program::models::Model;
 use crate::program::parts::{self, Parts, Requested};
 use crate::program::sched::{self, Allocated, Scheduler};
 use crate::program::weight_copies::{self, WeightCopy};
-use crate::program::{loads, masks, models, own_cache, routing};
+use crate::program::{first_graph, loads, masks, models, own_cache, routing};
 use crate::rounds;
 use crate::streaming::{self, load};
 use crate::trace::counts;
@@ -653,7 +653,12 @@ unsafe extern "C-unwind" fn meta_device(
 
 unsafe extern "C-unwind" fn sched_reserve(sched: *mut Sched, graph: *mut Graph) -> usize {
     let (call, _inside) = entered();
+    let first = enter_first();
     let (scheduler, read) = allocating(&call, sched, graph, false).unzip();
+    let complete =
+        |read: &Option<Allocated>| read.as_ref().is_some_and(|of| !of.complete.is_empty());
+    // Until a profile is set.
+    let _first = first.filter(|_| read.as_ref().is_some_and(complete));
     let rests = scheduler.map(|scheduler| Finally(move || scheduler.rest()));
     let real = meant!(call, *mut Sched, *mut Graph);
     // SAFETY: the arguments of the call.
@@ -669,7 +674,9 @@ unsafe extern "C-unwind" fn sched_reserve(sched: *mut Sched, graph: *mut Graph) 
 
 unsafe extern "C-unwind" fn sched_alloc_graph(sched: *mut Sched, graph: *mut Graph) -> usize {
     let (call, _inside) = entered();
+    let first = enter_first();
     let found = allocating(&call, sched, graph, true);
+    drop(first);
     let scheduler = found.as_ref().map(|(scheduler, _)| *scheduler);
     let _leaves = scheduler.map(|scheduler| Finally(move || scheduler.leave()));
     let real = meant!(call, *mut Sched, *mut Graph);
@@ -696,6 +703,13 @@ unsafe extern "C-unwind" fn sched_alloc_graph(sched: *mut Sched, graph: *mut Gra
         });
     }
     result
+}
+
+/// Waits while another thread completes a model, and lets others wait if this one may.
+fn enter_first() -> Option<impl Sized> {
+    let mut first = None;
+    guarded(|| first = first_graph::enter());
+    first
 }
 
 /// Reads a graph before ggml splits it, which puts copies in place of its inputs.

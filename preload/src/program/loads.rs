@@ -142,7 +142,7 @@ pub fn is_empty() -> bool {
 
 /// Whether tensors that are given memory may be weights.
 pub fn is_loading() -> bool {
-    SHARED.is_loading.load(Ordering::Relaxed)
+    SHARED.is_loading.load(Ordering::Acquire)
 }
 
 /// Returns the range of addresses that has all tensors that were recorded.
@@ -403,7 +403,7 @@ impl Loads {
         });
         SHARED
             .is_loading
-            .store(!self.open.is_empty(), Ordering::Relaxed);
+            .store(!self.open.is_empty(), Ordering::Release);
     }
 
     /// Returns the load of a thread that has no memory yet.

@@ -13,6 +13,7 @@
 //! | [`masks`] | masks of routers |
 //! | [`models`] | the models that the program loaded |
 //! | [`own_hotswap`] | the hot-swap that a program has of its own |
+//! | [`first_graph`] | one thread at a time completes models |
 //! | [`loads`] | the models that the program is loading |
 //! | [`derived`] | weights that are from no file, and how far they are known |
 //! | [`graph`] | what a graph reads |
@@ -24,6 +25,7 @@ pub mod barrier;
 pub mod capability;
 pub mod completion;
 pub mod derived;
+pub mod first_graph;
 pub mod graph;
 pub mod groups;
 pub mod loads;
