@@ -459,6 +459,15 @@ fn expert_traces_are_written_however_the_host_ends() {
             .any(|line| line.contains(": blk.0.ffn_gate_exps."))
     });
     assert_eq!(host.end_by(libc::SIGTERM), Some(libc::SIGTERM));
+    // A program that handles the signal later, and calls the handler before, goes on.
+    let mut host = Host::start(Program::C, &model, &with("chain.json"));
+    host.ask("text 1");
+    assert_eq!(host.ask("chain"), "handled");
+    std::thread::sleep(Duration::from_millis(300));
+    host.ask("text 1");
+    assert!(!path("chain.json").exists(), "written at the end");
+    assert_eq!(host.end(), Some(0));
+    assert!(path("chain.json").exists());
     // Every second, while the host goes on.
     let mut every = with("every.json");
     if let DropIn::On(variables) = &mut every {

@@ -22,9 +22,10 @@ static PROCESS: AtomicI32 = AtomicI32::new(0);
 pub fn finish_on_signals(finish: fn()) {
     let fatal: Vec<_> = SIGNALS
         .into_iter()
-        .filter(|signal| is_default(*signal))
+        .filter(|signal| action(*signal) == Some(libc::SIG_DFL))
         .collect();
-    if fatal.is_empty() {
+    // The first process of a container survives signals without a handler (pid_namespaces(7)).
+    if fatal.is_empty() || std::process::id() == 1 {
         return;
     }
     // SAFETY: a semaphore that is never freed, initialised before its first use; the handler only calls
@@ -39,24 +40,30 @@ pub fn finish_on_signals(finish: fn()) {
         }
         for signal in fatal {
             let mut ours: libc::sigaction = std::mem::zeroed();
-            ours.sa_sigaction = on_signal as extern "C" fn(libc::c_int) as usize;
+            ours.sa_sigaction = OURS as usize;
             ours.sa_flags = libc::SA_RESTART;
             libc::sigaction(signal, &ours, std::ptr::null_mut());
         }
     }
 }
 
-/// Whether a signal has its default effect.
-fn is_default(signal: libc::c_int) -> bool {
+/// Returns the handler of a signal.
+fn action(signal: libc::c_int) -> Option<libc::sighandler_t> {
     // SAFETY: `found` is filled before it is read.
     unsafe {
         let mut found: libc::sigaction = std::mem::zeroed();
-        libc::sigaction(signal, std::ptr::null(), &mut found) == 0
-            && found.sa_sigaction == libc::SIG_DFL
+        let filled = libc::sigaction(signal, std::ptr::null(), &mut found) == 0;
+        filled.then_some(found.sa_sigaction)
     }
 }
 
+const OURS: extern "C" fn(libc::c_int) = on_signal;
+
 extern "C" fn on_signal(signal: libc::c_int) {
+    // A handler of the program, which was installed later, calls this one: the program does not end by the signal.
+    if action(signal) != Some(OURS as usize) {
+        return;
+    }
     // SAFETY: all of these are safe in a handler (signal-safety(7)); errno is restored.
     unsafe {
         if libc::getpid() != PROCESS.load(Ordering::SeqCst) {
