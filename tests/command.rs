@@ -964,7 +964,10 @@ fn top_shows_a_program_as_lines_and_in_a_terminal() {
     let mut shown = String::new();
     // Spaces are not written.
     for (text, key) in [("smollm2.gguf:", b"R"), ("done", b"q")] {
+        let deadline = Instant::now() + Duration::from_secs(60);
         while !shown.contains(text) {
+            // The screen is drawn again each second.
+            assert!(Instant::now() < deadline, "no {text:?} in {shown}");
             let mut bytes = [0; 4096];
             let read = keys.read(&mut bytes).expect("the command runs");
             shown += &String::from_utf8_lossy(&bytes[..read]);
@@ -991,6 +994,23 @@ fn hostile(socket: PathBuf, text: String, drips: bool) {
             });
         }
     });
+}
+
+#[test]
+fn ask_waits_no_longer_than_it_is_told() {
+    let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let prompts = tempfile::NamedTempFile::new().expect("a folder");
+    std::fs::write(&prompts, "The capital of France is\n").expect("free space");
+    let output = Command::new(testkit::host::built("release/llama-sidecar"))
+        .arg("ask")
+        .arg(format!("http://{}", silent.local_addr().expect("a port")))
+        .args(["--timeout", "300ms", "--prompts"])
+        .arg(prompts.path())
+        .output()
+        .expect("it starts");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.contains("timeout"), "{error}");
 }
 
 #[test]

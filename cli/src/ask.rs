@@ -115,7 +115,8 @@ pub fn run(options: &AskOptions) -> Result<()> {
         Some(url) => server::address(url)?,
         None => address_of_program(&options.at)?,
     };
-    let client = Client::new(url, options.api_key.clone(), PATIENCE);
+    let patience = options.at.limit.timeout.unwrap_or(PATIENCE);
+    let client = Client::new(url, options.api_key.clone(), patience);
     let mut answers = Vec::new();
     for prompt in prompts {
         let answer = client.ask(&prompt, tokens)?;

@@ -70,7 +70,7 @@ pub struct Limit {
     /// The longest time until the answer is complete. By default 5s for 'ping', 'status' and 'metrics', and 1h for others; a
     /// round takes as long as it takes.
     #[arg(long, value_name = "TIME", value_parser = time)]
-    timeout: Option<Duration>,
+    pub timeout: Option<Duration>,
 }
 
 impl Limit {
