@@ -274,8 +274,9 @@ impl Registry {
         report: &mut Report,
     ) {
         let watched = &mut self.files[file];
-        let still_written = cause == Cause::Incomplete
-            && matches!(&watched.ignored, Some((_, Cause::Incomplete, _)));
+        let written = |cause| matches!(cause, Cause::Incomplete | Cause::Changing);
+        let before = watched.ignored.as_ref();
+        let still_written = written(cause) && before.is_some_and(|&(_, cause, _)| written(cause));
         let known = matches!(&watched.ignored, Some((of, _, why)) if *of == id && *why == reason);
         let first = !known && !still_written;
         if first {

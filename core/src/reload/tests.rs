@@ -474,6 +474,24 @@ fn a_source_that_is_written_while_it_is_read_is_refused() {
 }
 
 #[test]
+fn a_file_that_is_being_written_is_reported_once() {
+    let (_folder, path, mut store, engine) = open();
+    let complete = both(3, 4);
+    let short = complete[..complete.len() - 1].to_vec();
+    replace(&path, &complete);
+    let next = path.clone();
+    store.on_stage = Box::new(move || replace(&next, &short));
+    let reload = || {
+        let report = engine.reload(&store, Trigger::Command).unwrap();
+        let ignored = report.files[0].ignored.clone().expect("not read");
+        (ignored.cause, ignored.first)
+    };
+    assert_eq!(reload(), (Cause::Changing, true));
+    assert_eq!(reload(), (Cause::Incomplete, false));
+    assert_eq!(store.bytes(), [1, 2]);
+}
+
+#[test]
 fn a_file_that_is_replaced_after_its_bytes_are_in_use_was_taken() {
     let (_folder, path, mut store, engine) = open();
     replace(&path, &both(3, 4));
