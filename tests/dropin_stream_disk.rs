@@ -3,6 +3,7 @@
 
 mod hosts;
 
+use std::fs::File;
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
@@ -11,7 +12,7 @@ use hosts::{TOKENS, count, fresh, stream_figures, streaming};
 use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, built, plain_command, preload_library};
 use testkit::llama_cpp::llama_cpp;
-use testkit::memory_limit::MemoryLimit;
+use testkit::memory_limit::{MemoryLimit, drop_cache};
 use testkit::slow_disk::{SlowDisk, Speed};
 
 /// An emulated disk with a fixture, and a memory limit.
@@ -119,6 +120,45 @@ fn a_model_that_nearly_does_not_fit_is_used_in_the_page_cache() {
         assert_eq!(figures["held_bytes"] == 0, is_read, "{figures}");
         assert_eq!(host.end(), Some(0));
     }
+}
+
+/// A page fault at a weight that each token uses would read as much as the kernel reads ahead, in place of other such weights,
+/// for good once some of them were dropped.
+#[test]
+fn page_faults_read_no_weights_around_them() {
+    let limit = MemoryLimit::new(220 << 20).expect("a control group");
+    let model = fixture("moe.gguf");
+    drop_cache(&File::open(&model).expect("a fixture")).expect("a file");
+    let mut host = Host::start_with(Program::C, &model, &streaming(&[]), |command| {
+        limit.apply(command);
+    });
+    let text = format!("text {TOKENS}");
+    let expected = host.ask(&text);
+    // Another program of the group needs memory for a moment.
+    let mut other = Command::new("python3");
+    other.args(["-c", "bytearray(b'x') * (100 << 20)"]);
+    limit.apply(&mut other);
+    assert!(other.status().expect("it starts").success());
+    assert_eq!(host.ask(&text), expected);
+    let process = host.id();
+    let read_bytes = || {
+        let io = std::fs::read_to_string(format!("/proc/{process}/io")).expect("its own");
+        let line = io
+            .lines()
+            .find_map(|line| line.strip_prefix("read_bytes: "));
+        line.and_then(|bytes| bytes.parse::<u64>().ok())
+            .expect("a number")
+    };
+    let (before, figures) = (read_bytes(), stream_figures(&host));
+    for _ in 0..3 {
+        assert_eq!(host.ask(&text), expected);
+    }
+    let read = read_bytes() - before;
+    let after = stream_figures(&host);
+    let of = |name| count(&after, name) - count(&figures, name);
+    let requested = of("read_bytes") + of("ahead_bytes");
+    assert!(read < requested * 6 / 5, "{read} of {requested}: {after}");
+    assert_eq!(host.end(), Some(0));
 }
 
 #[test]

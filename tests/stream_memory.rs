@@ -83,7 +83,7 @@ impl Fixture {
             tensors: tensors
                 .map(|(at, info)| (at, address(info.offset)))
                 .collect(),
-            others: 0,
+            others: Vec::new(),
             most,
         };
         // SAFETY: the tensors are mapped there, and the mapping outlives the readers of a test.

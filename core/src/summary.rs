@@ -25,18 +25,27 @@ pub fn streaming(figures: &StreamFigures) -> String {
         percent(figures.resident_bytes, figures.checked_bytes),
         figures.major_faults,
     );
+    // Their time is not known; each takes longer than any other wait of a token.
+    let faults_limit = figures.major_faults > figures.tokens;
     if figures.reading_seconds > 0.0 {
         let waited = 100.0 * figures.waited_seconds / figures.seconds.max(1e-3);
         text += &format!(
-            "; {:.0} MB of experts are in memory, evaluations waited for the disk in {:.0} % of their time, and the disk delivered {:.0} MB/s while it was read: {} the most",
+            "; {:.0} MB of experts are in memory, evaluations waited for their reads in {:.0} % of the time, and the disk delivered {:.0} MB/s while it was read",
             mb(figures.held_bytes),
             waited.min(100.0),
             mb(read) / figures.reading_seconds,
-            if waited > 50.0 {
-                "it limits"
-            } else {
-                "computation limits"
-            },
+        );
+        if !faults_limit {
+            text += match waited > 50.0 {
+                true => ": it limits the most",
+                false => ": computation limits the most",
+            };
+        }
+    }
+    if faults_limit {
+        text += &format!(
+            "; page faults limit the most ({:.0} for each token): too little memory is left for the other tensors",
+            figures.major_faults as f64 / figures.tokens.max(1) as f64
         );
     }
     if figures.replaced > 0 {
@@ -234,6 +243,7 @@ mod tests {
     #[test]
     fn what_limits_streaming_is_named() {
         let figures = |waited_seconds| StreamFigures {
+            tokens: 10,
             checked_bytes: 8,
             read_bytes: 6_000_000,
             seconds: 10.0,
@@ -242,9 +252,17 @@ mod tests {
             ..StreamFigures::default()
         };
         let disk = streaming(&figures(6.0));
-        let expected = "in 60 % of their time, and the disk delivered 2 MB/s while it was read: it limits the most";
+        let expected = "in 60 % of the time, and the disk delivered 2 MB/s while it was read: it limits the most";
         assert!(disk.ends_with(expected), "{disk}");
         assert!(streaming(&figures(4.0)).ends_with("computation limits the most"));
+        let faults = streaming(&StreamFigures {
+            major_faults: 380,
+            ..figures(0.2)
+        });
+        assert!(
+            faults.contains("was read; page faults limit the most (38 for each token)"),
+            "{faults}"
+        );
     }
 
     #[test]

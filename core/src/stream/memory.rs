@@ -12,6 +12,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 
@@ -127,11 +128,11 @@ impl Slots {
         unsafe {
             let at = span.address as *mut libc::c_void;
             let from = self.start.add(slot).cast();
-            if libc::mremap(from, 0, span.len, flags, at) == libc::MAP_FAILED
-                || libc::mprotect(at, span.len, libc::PROT_READ) != 0
-            {
+            if libc::mremap(from, 0, span.len, flags, at) == libc::MAP_FAILED {
                 return Err(io::Error::last_os_error());
             }
+            // A program that has refused this call to itself (seccomp) can write there, and reads the same bytes.
+            libc::mprotect(at, span.len, libc::PROT_READ);
             // Page faults do the same before Linux 5.14.
             libc::madvise(at, span.len, libc::MADV_POPULATE_READ);
         }
@@ -153,13 +154,41 @@ impl Drop for Slots {
     }
 }
 
+/// What a page fault in the mapping of a file reads.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Faults {
+    /// What the kernel reads ahead: up to the whole window of the disk.
+    #[default]
+    Window,
+    /// Its page alone, so that nothing in use leaves the page cache for what is not.
+    Page,
+}
+
+impl Faults {
+    /// Advises the kernel for a part of the address space. What is not mapped there is left out.
+    pub fn advise(self, addresses: &Range<usize>) {
+        let advice = match self {
+            Faults::Window => libc::MADV_NORMAL,
+            Faults::Page => libc::MADV_RANDOM,
+        };
+        // SAFETY: this advice changes no bytes and no access.
+        unsafe {
+            libc::madvise(
+                addresses.start as *mut libc::c_void,
+                addresses.len(),
+                advice,
+            )
+        };
+    }
+}
+
 /// Maps a file at a span again.
 ///
 /// # Safety
 ///
 /// The span is a part of a mapping of this file, which nothing unmaps during the call. Threads that read
 /// there wait while the kernel exchanges the pages.
-pub unsafe fn restore(span: &Span, file: &Kept) -> io::Result<()> {
+pub unsafe fn restore(span: &Span, file: &Kept, faults: Faults) -> io::Result<()> {
     if span.len == 0 {
         return Ok(());
     }
@@ -177,6 +206,11 @@ pub unsafe fn restore(span: &Span, file: &Kept) -> io::Result<()> {
     };
     match mapped {
         libc::MAP_FAILED => Err(io::Error::last_os_error()),
-        _ => Ok(()),
+        _ => {
+            if faults != Faults::Window {
+                faults.advise(&(span.address..span.address + span.len));
+            }
+            Ok(())
+        }
     }
 }

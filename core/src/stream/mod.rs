@@ -34,7 +34,8 @@ mod reader;
 mod requests;
 mod residents;
 
+pub use memory::Span;
 pub use pages::{WINDOW, page_size, read_ahead};
 pub use preference::Ranking;
 pub use reader::{Matrices, Reader, Settings};
-pub use residents::Mapped;
+pub use residents::{Mapped, Other};

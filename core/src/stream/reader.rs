@@ -845,6 +845,7 @@ impl Shared {
             let faults = pages::major_faults();
             if std::mem::replace(&mut looks.faults, faults) != faults {
                 residents.look_again();
+                residents.read_others();
             }
             // Not when a layer is scheduled, which makes no system call.
             if self.resident_units.load(Ordering::Relaxed) >= self.units_to_rest() {

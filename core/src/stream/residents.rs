@@ -23,8 +23,8 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, MutexGuard};
 
 use super::arrivals::{Arrivals, Read, Reason, State};
-use super::memory::{self, Slots, Span};
-use super::pages::{self, Residency, page_size};
+use super::memory::{self, Faults, Slots, Span};
+use super::pages::{self, Residency, WINDOW, page_size};
 use super::program;
 use super::requests::{UNITS, Unit};
 use crate::descriptors::{Kept, read_to_string};
@@ -52,13 +52,48 @@ static PLACED: AtomicUsize = AtomicUsize::new(0);
 pub struct Mapped {
     /// The address of each tensor, by its index counted through all files of the model.
     pub tensors: HashMap<usize, usize>,
-    /// Bytes of the model's other mapped tensors, which stay in the page cache.
-    pub others: u64,
+    /// The model's other mapped tensors, which stay in the page cache.
+    pub others: Vec<Other>,
     /// The most bytes of experts in memory; `None` for what the free memory allows.
     pub most: Option<u64>,
 }
 
+/// A mapped tensor that has no experts.
+#[derive(Debug, Clone, Copy)]
+pub struct Other {
+    /// Its bytes.
+    pub span: Span,
+    /// Whether each token uses all of it.
+    pub is_always_used: bool,
+}
+
 impl Mapped {
+    /// Returns the bytes of the tensors that have no experts.
+    pub fn other_bytes(&self) -> u64 {
+        self.others.iter().map(|other| other.span.len as u64).sum()
+    }
+
+    /// Returns the pages of all tensors, ascending and in few pieces.
+    fn addresses(&self, index: &ExpertIndex, page: usize) -> Vec<Range<usize>> {
+        let experts = index.tensors().iter().filter_map(|tensor| {
+            let start = *self.tensors.get(&tensor.tensor)?;
+            Some(start..start + tensor.nbytes as usize)
+        });
+        let others = self.others.iter().map(|other| other.span);
+        let others = others.map(|span| span.address..span.address + span.len);
+        let mut all: Vec<_> = experts.chain(others).collect();
+        all.sort_unstable_by_key(|bytes| bytes.start);
+        let mut pieces: Vec<Range<usize>> = Vec::new();
+        for bytes in all {
+            let pages = bytes.start / page * page..bytes.end.next_multiple_of(page);
+            match pieces.last_mut() {
+                Some(last) if pages.start <= last.end => last.end = last.end.max(pages.end),
+                _ => pieces.push(pages),
+            }
+        }
+        pieces
+    }
+
     /// Returns the pages of a matrix, where they are mapped; the first and the last one may have bytes of its
     /// neighbours.
     fn span(&self, slice: &ExpertSlice, page: u64) -> Option<Span> {
@@ -116,6 +151,8 @@ struct Held {
     generation: u32,
     /// Whether nothing may be mapped any more.
     ended: bool,
+    /// What a page fault reads.
+    faults: Faults,
     /// Threads that are about to fork, during which nothing is mapped.
     forks: u32,
     /// Reads that are under way.
@@ -158,6 +195,8 @@ pub struct Residents {
     /// The files without the page cache.
     direct: Vec<Kept>,
     mapped: Mapped,
+    /// The pages of all mapped tensors.
+    addresses: Vec<Range<usize>>,
     page: u64,
     pieces: Vec<Piece>,
     slots: Slots,
@@ -174,6 +213,8 @@ pub struct Residents {
     missing: AtomicU64,
     /// Whether the page cache can hold all that is absent.
     fits_page_cache: AtomicBool,
+    /// Whether the kernel has refused to read tensors ahead.
+    is_refused: AtomicBool,
     /// Looks at page faults that found some.
     looks: AtomicU32,
     /// Bytes of memory that was taken since the last look at the free memory.
@@ -218,6 +259,7 @@ impl Residents {
             experts,
             files,
             direct,
+            addresses: mapped.addresses(index, page as usize),
             mapped,
             page,
             slots,
@@ -233,6 +275,7 @@ impl Residents {
             fits: AtomicU64::new(0),
             missing: AtomicU64::new(0),
             fits_page_cache: AtomicBool::new(false),
+            is_refused: AtomicBool::new(false),
             looks: AtomicU32::new(1),
             unlooked: AtomicU64::new(0),
             evaluation: AtomicU32::new(0),
@@ -411,9 +454,9 @@ impl Residents {
             let bytes = if cached { 0 } else { slice.nbytes };
             return Some(Brought::Here(bytes));
         }
-        if placed.is_some() {
-            // The kernel may have removed what was mapped there before it failed.
-            self.restore(&mut held, &span);
+        // The kernel may have removed what was mapped there before it failed. What may be mapped stays as it is.
+        if placed.is_some() && !self.restore(&mut held, &span) {
+            return None;
         }
         held.bytes -= span.len as u64;
         self.slots.release(slot, span.len);
@@ -516,7 +559,7 @@ impl Residents {
     /// Maps the file at a span again. After a failure, nothing more is mapped: a span could have no bytes.
     fn restore(&self, held: &mut Held, span: &Span) -> bool {
         // SAFETY: the tensor is mapped there until the reader ends, as its owner has promised.
-        let restored = unsafe { memory::restore(span, &self.files[span.file]) };
+        let restored = unsafe { memory::restore(span, &self.files[span.file], held.faults) };
         if let Err(error) = &restored
             && !std::mem::replace(&mut held.ended, true)
         {
@@ -610,7 +653,8 @@ impl Residents {
         let Some((free, _)) = free_memory() else {
             return;
         };
-        let needed = self.mapped.others.saturating_add(program::untouched());
+        let others = self.mapped.other_bytes();
+        let needed = others.saturating_add(program::untouched());
         let (_blocked, mut held) = self.lock();
         if !held.may_map() {
             return;
@@ -619,11 +663,41 @@ impl Residents {
         self.fits.store(fits, Ordering::Relaxed);
         self.missing.store(missing, Ordering::Relaxed);
         let limit = self.limit();
-        let cached = (held.bytes + free).saturating_sub(self.mapped.others);
+        let cached = (held.bytes + free).saturating_sub(others);
         let fits_page_cache = self.uses_page_cache() && self.all_bytes <= cached;
         self.fits_page_cache
             .store(fits_page_cache, Ordering::Relaxed);
+        // Where not even the other tensors fit, they are read again for each token, in large pieces.
+        let others_fit = missing == 0 && !self.is_refused.load(Ordering::Relaxed);
+        let faults = match others_fit && !fits_page_cache {
+            true => Faults::Page,
+            false => Faults::Window,
+        };
+        self.set_faults(&mut held, faults);
         while held.bytes > limit && self.give_back(&mut held, None) {}
+    }
+
+    fn set_faults(&self, held: &mut Held, faults: Faults) {
+        if std::mem::replace(&mut held.faults, faults) != faults {
+            for addresses in &self.addresses {
+                faults.advise(addresses);
+            }
+        }
+    }
+
+    /// Lets the kernel begin to read what each token uses and is not in the page cache, if page faults read single pages.
+    pub fn read_others(&self) {
+        if self.lock().1.faults != Faults::Page {
+            return;
+        }
+        for Other { span, .. } in self.mapped.others.iter().filter(|of| of.is_always_used) {
+            let Ok(file) = self.files[span.file].get() else {
+                return;
+            };
+            let bytes = span.offset..span.offset + span.len as u64;
+            let refused = pages::read_ahead(file, &bytes, WINDOW, || true);
+            self.is_refused.fetch_or(refused > 0, Ordering::Relaxed);
+        }
     }
 
     /// Maps nothing any more: the program may unmap its files after this call. What is here stays, and goes
@@ -631,6 +705,7 @@ impl Residents {
     pub fn end(&self) {
         // Nothing maps without the lock. Who holds it for so long is this thread, which exits.
         if let Some(mut held) = self.held.try_lock_for(LONGEST_WAIT) {
+            self.set_faults(&mut held, Faults::Window);
             held.ended = true;
         }
     }

@@ -35,7 +35,7 @@ use crate::loader::redirect::Redirection;
 use crate::process::maps::{self, Maps};
 use crate::process::thread;
 use crate::program::loads;
-use crate::program::models::{Model, ModelTensor};
+use crate::program::models::{Instance, Model, ModelTensor};
 
 fn streams() -> bool {
     Config::get().expert_stream.streams()
@@ -165,8 +165,7 @@ fn read_shared(model: &Arc<Model>) {
     let is_used = |tensor: &&ModelTensor| {
         let instances = tensor.instances.iter();
         let mut mapped = instances.filter(|instance| instance.mapped && !instance.has_experts);
-        // A token uses one row of a tensor that rows are read from.
-        mapped.any(|used| used.op() != Some(model.ggml.ops.get_rows) || used.is_shared())
+        mapped.any(|used| is_always_used(model, used))
     };
     let used = model.tensors.iter().filter(is_used);
     let mut tensors: Vec<(usize, usize)> = used.map(|tensor| (tensor.file, tensor.info)).collect();
@@ -186,6 +185,11 @@ fn read_shared(model: &Arc<Model>) {
             }
         }
     });
+}
+
+/// Whether each token uses all of a tensor, and not one row of it.
+pub fn is_always_used(model: &Model, used: &Instance) -> bool {
+    used.op() != Some(model.ggml.ops.get_rows) || used.is_shared()
 }
 
 static MMAP: Redirection = Redirection::of(c"mmap");

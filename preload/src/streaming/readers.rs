@@ -15,7 +15,7 @@ use sidecar_core::memory::free_memory;
 use sidecar_core::protocol::{Event, NoEffect, StreamFigures};
 use sidecar_core::signals;
 use sidecar_core::stream::program::{self, Allocation};
-use sidecar_core::stream::{Mapped, Matrices, Reader, Settings};
+use sidecar_core::stream::{Mapped, Matrices, Other, Reader, Settings, Span};
 use sidecar_core::text;
 use sidecar_core::trace::{self, Ids};
 
@@ -425,7 +425,7 @@ fn start(model: &Arc<Model>) {
     };
     let files: Vec<_> = model.files.iter().map(|file| &file.gguf).collect();
     let (mapped, experts) = mapped(model);
-    let bytes = (experts, mapped.others);
+    let bytes = (experts, mapped.other_bytes());
     let reader = match needs_memory(model, &mapped, experts) {
         // SAFETY: the program unmaps its files after it has freed the tensors, and the reader ends before.
         true => unsafe { Reader::in_memory(&files, settings, mapped) },
@@ -510,7 +510,15 @@ fn mapped(model: &Model) -> (Mapped, u64) {
                     .tensors
                     .insert(before[tensor.file] + tensor.info, address);
             }
-            false => mapped.others += model.info(tensor).nbytes,
+            false => mapped.others.push(Other {
+                span: Span {
+                    file: tensor.file,
+                    offset: model.info(tensor).offset,
+                    address: instance.original.data as usize,
+                    len: model.info(tensor).nbytes as usize,
+                },
+                is_always_used: load::is_always_used(model, instance),
+            }),
         }
     }
     (mapped, experts)
@@ -540,7 +548,7 @@ fn needs_memory(model: &Model, mapped: &Mapped, experts: u64) -> bool {
             return false;
         }
     }
-    let (fit, _) = fitting(mapped.others);
+    let (fit, _) = fitting(mapped.other_bytes());
     let most = mapped.most.unwrap_or(u64::MAX);
     most > 0 && experts > fit.min(most)
 }
