@@ -1340,6 +1340,13 @@ fn a_program_without_a_path_for_its_socket_is_found() {
         !status.success() && text.contains("no program is found"),
         "{text}"
     );
+    let without = Command::new(testkit::host::built("release/llama-sidecar"))
+        .arg("status")
+        .env_remove("XDG_RUNTIME_DIR")
+        .output();
+    let error = without.expect("it starts").stderr;
+    let error = String::from_utf8_lossy(&error);
+    assert!(error.contains("XDG_RUNTIME_DIR is not set"), "{error}");
 
     let with = DropIn::On(vec![("LLAMA_SIDECAR_CONTROL", path)]);
     let start = || {
@@ -1608,6 +1615,27 @@ fn a_program_runs_with_the_memory_of_a_smaller_machine() {
     assert!(text.contains("67108864"), "{text}");
     let group = text.lines().find_map(|line| line.strip_prefix("dir="));
     assert!(!Path::new(group.expect("a group")).exists(), "{text}");
+
+    let run = |size: &str, script: &str| {
+        let words = [
+            "run",
+            "--hotswap",
+            "--memory-limit",
+            size,
+            "--",
+            "sh",
+            "-c",
+            script,
+        ];
+        command_line(&words, "").0
+    };
+    let text = run("320", "true");
+    assert!(
+        text.contains("no program starts with 320 bytes: add a unit"),
+        "{text}"
+    );
+    let text = run("64M", "kill -KILL $$");
+    assert!(text.contains("pass a larger --memory-limit"), "{text}");
 }
 
 /// The Python host with a mixture of experts, as words of a command.

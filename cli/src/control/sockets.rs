@@ -19,8 +19,17 @@ pub const LONGEST: usize = 107;
 /// The digits of a process number (`pid_max` in proc(5)), less the two bytes that stand for it.
 const MORE_DIGITS: usize = 5;
 
-/// The message of a command without a socket where no program is found.
-pub const NONE: &str = "no program is found: pass the path of its socket (--socket), or start it with 'llama-sidecar run', which makes one in $XDG_RUNTIME_DIR/llama-sidecar where hot-swap, masks, rounds or a trace is on; it appears after the first evaluation";
+/// Returns the message of a command without a socket where no program is found.
+pub fn none() -> &'static str {
+    match folder() {
+        Some(_) => {
+            "no program is found: pass the path of its socket (--socket), or start it with 'llama-sidecar run', which makes one in $XDG_RUNTIME_DIR/llama-sidecar where hot-swap, masks, rounds or a trace is on; it appears after the first evaluation"
+        }
+        None => {
+            "no program is found: XDG_RUNTIME_DIR is not set, so that 'llama-sidecar run' makes no socket by itself: pass a path (--socket) to 'run' and to this command"
+        }
+    }
+}
 
 /// Returns the folder; `None` where the user's session has none.
 fn folder() -> Option<PathBuf> {
@@ -69,7 +78,7 @@ pub fn running() -> Vec<PathBuf> {
 pub fn only() -> Result<PathBuf> {
     match &running()[..] {
         [one] => Ok(one.clone()),
-        [] => bail!("{NONE}"),
+        [] => bail!("{}", none()),
         several => {
             let names: Vec<String> = several.iter().map(|path| text::path(path)).collect();
             bail!(

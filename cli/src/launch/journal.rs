@@ -255,13 +255,19 @@ impl Events {
             _ => None,
         });
         if let Some(status) = ended.filter(|status| has_failed(*status)) {
+            let of_kill = match status.signal() {
+                Some(libc::SIGKILL) => {
+                    "if its memory was too small, the kernel has ended it: pass a larger --memory-limit, or leave out other programs of its control group; otherwise "
+                }
+                _ => "",
+            };
             let Some(path) = opened else {
                 return Some(format!(
-                    "the program ended before it opened a model that the drop-in sees ({status}): correct the error that it printed; if it has used a model, see which of its functions 'llama-sidecar doctor -- COMMAND' finds"
+                    "the program ended before it opened a model that the drop-in sees ({status}): {of_kill}correct the error that it printed; if it has used a model, see which of its functions 'llama-sidecar doctor -- COMMAND' finds"
                 ));
             };
             return Some(format!(
-                "the program ended before {path} was evaluated ({status}): correct the error that it printed, then try again"
+                "the program ended before {path} was evaluated ({status}): {of_kill}correct the error that it printed, then try again"
             ));
         }
         Some(match (self.is_loaded(), opened) {

@@ -27,6 +27,11 @@ pub struct MemoryLimit {
 impl MemoryLimit {
     /// Makes a group whose processes use at most so many bytes, with what they read into the page cache, and no swap space.
     pub fn new(bytes: u64) -> Result<MemoryLimit> {
+        if bytes < 1 << 20 {
+            bail!(
+                "--memory-limit: no program starts with {bytes} bytes: add a unit, for example 320M"
+            );
+        }
         let made = groups(&control_groups_of_this()?, bytes);
         made.with_context(|| {
             let size = bytes.div_ceil(1 << 20);

@@ -64,7 +64,7 @@ pub fn run(options: &TopOptions) -> Result<()> {
     let mut sockets = options.socket.clone();
     if sockets.is_empty() {
         sockets = sockets::running();
-        ensure!(!sockets.is_empty(), "{}", sockets::NONE);
+        ensure!(!sockets.is_empty(), "{}", sockets::none());
     }
     let programs: Vec<Program> = sockets.into_iter().map(Program::new).collect();
     if let Some(address) = options.web {
