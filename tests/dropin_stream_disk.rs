@@ -136,7 +136,7 @@ fn page_faults_read_no_weights_around_them() {
     let expected = host.ask(&text);
     // Another program of the group needs memory for a moment.
     let mut other = Command::new("python3");
-    other.args(["-c", "bytearray(b'x') * (100 << 20)"]);
+    other.args(["-c", "bytearray(b'x') * (120 << 20)"]);
     limit.apply(&mut other);
     assert!(other.status().expect("it starts").success());
     assert_eq!(host.ask(&text), expected);
