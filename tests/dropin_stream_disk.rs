@@ -134,11 +134,11 @@ fn page_faults_read_no_weights_around_them() {
     });
     let text = format!("text {TOKENS}");
     let expected = host.ask(&text);
-    // Another program of the group needs memory for a moment.
+    // Another program of the group needs nearly all of the memory for a moment, or is ended for it.
     let mut other = Command::new("python3");
-    other.args(["-c", "bytearray(b'x') * (120 << 20)"]);
+    other.args(["-c", "bytearray(b'x') * (150 << 20)"]);
     limit.apply(&mut other);
-    assert!(other.status().expect("it starts").success());
+    other.status().expect("it starts");
     assert_eq!(host.ask(&text), expected);
     let process = host.id();
     let read_bytes = || {
