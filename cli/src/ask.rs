@@ -4,7 +4,6 @@ use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
@@ -21,8 +20,6 @@ use crate::trial::prompts;
 use crate::trial::server::{Answer, Client, Token};
 use crate::words::quoted;
 
-/// How long an answer may take.
-const PATIENCE: Duration = Duration::from_secs(3600);
 /// What a file of answers starts with, and its kind.
 const START: &str = "{\"llama_sidecar\":\"answers\"";
 const KIND: &str = "answers";
@@ -115,8 +112,7 @@ pub fn run(options: &AskOptions) -> Result<()> {
         Some(url) => server::address(url)?,
         None => address_of_program(&options.at)?,
     };
-    let patience = options.at.limit.timeout.unwrap_or(PATIENCE);
-    let client = Client::new(url, options.api_key.clone(), patience);
+    let client = Client::new(url, options.api_key.clone(), options.at.limit.of_answer());
     let mut answers = Vec::new();
     for prompt in prompts {
         let answer = client.ask(&prompt, tokens)?;

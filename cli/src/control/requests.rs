@@ -70,16 +70,21 @@ pub struct Limit {
     /// The longest time until the answer is complete. By default 5s for 'ping', 'status' and 'metrics', and 1h for others; a
     /// round takes as long as it takes.
     #[arg(long, value_name = "TIME", value_parser = time)]
-    pub timeout: Option<Duration>,
+    timeout: Option<Duration>,
 }
 
 impl Limit {
+    /// Returns how long an answer may take that waits for evaluations.
+    pub fn of_answer(self) -> Duration {
+        self.timeout.unwrap_or(LONG)
+    }
+
     /// Returns how long the reply to a request may take; `None` where that is not limited.
     fn of(self, request: &Request) -> Option<Duration> {
         self.timeout.or(match request {
             Request::Ping | Request::Status | Request::Metrics => Some(SHORT),
             Request::Round { .. } | Request::RoundEnd => None,
-            _ => Some(LONG),
+            _ => Some(self.of_answer()),
         })
     }
 }
