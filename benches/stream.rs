@@ -19,7 +19,7 @@ use testkit::fixtures::{large_model, large_shards};
 use testkit::host::{DropIn, Host, Program};
 use testkit::median;
 use testkit::memory_limit::{MemoryLimit, drop_cache};
-use testkit::process::memory;
+use testkit::process::{memory, read_by};
 use testkit::slow_disk::{SlowDisk, Speed};
 
 /// What the program is run with.
@@ -525,14 +525,6 @@ fn measure(
     let private = memory(&host.id().to_string(), "RssAnon:");
     assert_eq!(host.end(), Some(0));
     private
-}
-
-/// Returns the bytes that a process has read from a disk.
-fn read_by(process: u32) -> u64 {
-    let text = std::fs::read_to_string(format!("/proc/{process}/io")).expect("a process");
-    let mut lines = text.lines();
-    let bytes = lines.find_map(|line| line.strip_prefix("read_bytes: "));
-    bytes.and_then(|of| of.parse().ok()).expect("a number")
 }
 
 /// Measures on the disk of this machine, without an emulation.

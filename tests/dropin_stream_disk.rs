@@ -13,6 +13,7 @@ use testkit::fixtures::fixture;
 use testkit::host::{DropIn, Host, Program, built, plain_command, preload_library};
 use testkit::llama_cpp::llama_cpp;
 use testkit::memory_limit::{MemoryLimit, drop_cache};
+use testkit::process::read_by;
 use testkit::slow_disk::{SlowDisk, Speed};
 
 /// An emulated disk with a fixture, and a memory limit.
@@ -140,20 +141,11 @@ fn page_faults_read_no_weights_around_them() {
     limit.apply(&mut other);
     other.status().expect("it starts");
     assert_eq!(host.ask(&text), expected);
-    let process = host.id();
-    let read_bytes = || {
-        let io = std::fs::read_to_string(format!("/proc/{process}/io")).expect("its own");
-        let line = io
-            .lines()
-            .find_map(|line| line.strip_prefix("read_bytes: "));
-        line.and_then(|bytes| bytes.parse::<u64>().ok())
-            .expect("a number")
-    };
-    let (before, figures) = (read_bytes(), stream_figures(&host));
+    let (before, figures) = (read_by(host.id()), stream_figures(&host));
     for _ in 0..3 {
         assert_eq!(host.ask(&text), expected);
     }
-    let read = read_bytes() - before;
+    let read = read_by(host.id()) - before;
     let after = stream_figures(&host);
     let of = |name| count(&after, name) - count(&figures, name);
     let requested = of("read_bytes") + of("ahead_bytes");

@@ -18,6 +18,14 @@ pub fn memory(process: &str, field: &str) -> u64 {
     kib.expect("a number of kB") << 10
 }
 
+/// Returns the bytes that a process has read from a disk.
+pub fn read_by(process: u32) -> u64 {
+    let text = std::fs::read_to_string(format!("/proc/{process}/io")).expect("a process");
+    let mut lines = text.lines();
+    let bytes = lines.find_map(|line| line.strip_prefix("read_bytes: "));
+    bytes.and_then(|of| of.parse().ok()).expect("a number")
+}
+
 /// How long a child goes on between two stops.
 const BETWEEN_STOPS: std::time::Duration = std::time::Duration::from_millis(5);
 
