@@ -25,7 +25,7 @@ pub fn streaming(figures: &StreamFigures) -> String {
         percent(figures.resident_bytes, figures.checked_bytes),
         figures.major_faults,
     );
-    // Their time is not known; each takes longer than any other wait of a token.
+    // How long they take is not measured.
     let faults_limit = figures.major_faults > figures.tokens;
     if figures.reading_seconds > 0.0 {
         let waited = 100.0 * figures.waited_seconds / figures.seconds.max(1e-3);

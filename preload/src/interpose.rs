@@ -655,10 +655,8 @@ unsafe extern "C-unwind" fn sched_reserve(sched: *mut Sched, graph: *mut Graph) 
     let (call, _inside) = entered();
     let first = enter_first();
     let (scheduler, read) = allocating(&call, sched, graph, false).unzip();
-    let complete =
-        |read: &Option<Allocated>| read.as_ref().is_some_and(|of| !of.complete.is_empty());
     // Until a profile is set.
-    let _first = first.filter(|_| read.as_ref().is_some_and(complete));
+    let _first = first.filter(|_| read.iter().flatten().any(|of| !of.complete.is_empty()));
     let rests = scheduler.map(|scheduler| Finally(move || scheduler.rest()));
     let real = meant!(call, *mut Sched, *mut Graph);
     // SAFETY: the arguments of the call.
