@@ -33,10 +33,20 @@ pub struct Span {
 }
 
 impl Span {
+    /// Returns its bytes in the file.
+    pub fn bytes(&self) -> Range<u64> {
+        self.offset..self.offset + self.len as u64
+    }
+
+    /// Returns its addresses.
+    pub fn addresses(&self) -> Range<usize> {
+        self.address..self.address + self.len
+    }
+
     /// Returns the part that is in another span of the same mapping, too.
     pub fn common(&self, other: &Span) -> Span {
         let address = self.address.max(other.address);
-        let end = (self.address + self.len).min(other.address + other.len);
+        let end = self.addresses().end.min(other.addresses().end);
         Span {
             file: self.file,
             offset: self.offset + (address - self.address) as u64,
@@ -208,7 +218,7 @@ pub unsafe fn restore(span: &Span, file: &Kept, faults: Faults) -> io::Result<()
         libc::MAP_FAILED => Err(io::Error::last_os_error()),
         _ => {
             if faults != Faults::Window {
-                faults.advise(&(span.address..span.address + span.len));
+                faults.advise(&span.addresses());
             }
             Ok(())
         }

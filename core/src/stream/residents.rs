@@ -79,8 +79,7 @@ impl Mapped {
             let start = *self.tensors.get(&tensor.tensor)?;
             Some(start..start + tensor.nbytes as usize)
         });
-        let others = self.others.iter().map(|other| other.span);
-        let others = others.map(|span| span.address..span.address + span.len);
+        let others = self.others.iter().map(|other| other.span.addresses());
         let mut all: Vec<_> = experts.chain(others).collect();
         all.sort_unstable_by_key(|bytes| bytes.start);
         let mut pieces: Vec<Range<usize>> = Vec::new();
@@ -418,7 +417,7 @@ impl Residents {
     ) -> Option<Brought> {
         let slice = self.slice(piece)?;
         let span = self.mapped.span(&slice, self.page)?;
-        let bytes = span.offset..span.offset + span.len as u64;
+        let bytes = span.bytes();
         let residency = residency(span.file);
         let cached = self.is_cached(span.file, bytes, residency);
         if cached && self.uses_page_cache() {
@@ -694,8 +693,7 @@ impl Residents {
             let Ok(file) = self.files[span.file].get() else {
                 return;
             };
-            let bytes = span.offset..span.offset + span.len as u64;
-            let refused = pages::read_ahead(file, &bytes, WINDOW, || true);
+            let refused = pages::read_ahead(file, &span.bytes(), WINDOW, || true);
             self.is_refused.fetch_or(refused > 0, Ordering::Relaxed);
         }
     }

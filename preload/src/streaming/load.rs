@@ -25,7 +25,7 @@ use sidecar_core::config::{Config, ExpertStream};
 use sidecar_core::experts::{ExpertIndex, ExpertName};
 use sidecar_core::gguf::GgufFile;
 use sidecar_core::memory::{free_memory, usable};
-use sidecar_core::stream::{WINDOW, read_ahead};
+use sidecar_core::stream::{Other, Span, WINDOW, read_ahead};
 use sidecar_core::text;
 
 use crate::ggml::{Buffer, BufferType, DEVICE_CPU, Device, Ggml, Tensor, USAGE_WEIGHTS};
@@ -35,7 +35,7 @@ use crate::loader::redirect::Redirection;
 use crate::process::maps::{self, Maps};
 use crate::process::thread;
 use crate::program::loads;
-use crate::program::models::{Instance, Model, ModelTensor};
+use crate::program::models::Model;
 
 fn streams() -> bool {
     Config::get().expert_stream.streams()
@@ -146,7 +146,7 @@ fn is_expert(name: &CStr) -> bool {
 
 /// Logs what loading a model with mapped experts did, and reads what it left out besides
 /// experts.
-pub fn finish(model: &Arc<Model>) {
+pub fn finish(model: &Arc<Model>, others: &[Other]) {
     let path = text::path(model.files[0].gguf.source.path());
     let unread = UNREAD.swap(0, Ordering::Relaxed) >> 20;
     log::info!("{path}: {unread} MiB were mapped without reading them");
@@ -156,40 +156,27 @@ pub fn finish(model: &Arc<Model>) {
             model.kept_out.len()
         );
     }
-    read_shared(model);
+    read_shared(model, others);
 }
 
 /// Reads the weights that every token uses, on a thread: page faults of an evaluation would
 /// read them one window after the other.
-fn read_shared(model: &Arc<Model>) {
-    let is_used = |tensor: &&ModelTensor| {
-        let instances = tensor.instances.iter();
-        let mut mapped = instances.filter(|instance| instance.mapped && !instance.has_experts);
-        mapped.any(|used| is_always_used(model, used))
-    };
-    let used = model.tensors.iter().filter(is_used);
-    let mut tensors: Vec<(usize, usize)> = used.map(|tensor| (tensor.file, tensor.info)).collect();
-    tensors.sort_unstable();
+fn read_shared(model: &Arc<Model>, others: &[Other]) {
+    let used = others.iter().filter(|other| other.is_always_used);
+    let mut spans: Vec<Span> = used.map(|other| other.span).collect();
+    spans.sort_unstable_by_key(|span| (span.file, span.offset));
     let model = Arc::downgrade(model);
     thread::spawn("shared-weights", move || {
-        for (file, info) in tensors {
+        for span in spans {
             let Some(model) = model.upgrade() else {
                 return;
             };
-            let gguf = &model.files[file].gguf;
-            let info = &gguf.header.tensors[info];
-            let end = info.offset + info.nbytes;
             // What the kernel refuses to read ahead, the program reads itself.
-            if let Ok(file) = gguf.source.handle().get() {
-                read_ahead(file, &(info.offset..end), WINDOW, || model.is_alive());
+            if let Ok(file) = model.files[span.file].gguf.source.handle().get() {
+                read_ahead(file, &span.bytes(), WINDOW, || model.is_alive());
             }
         }
     });
-}
-
-/// Whether each token uses all of a tensor, and not one row of it.
-pub fn is_always_used(model: &Model, used: &Instance) -> bool {
-    used.op() != Some(model.ggml.ops.get_rows) || used.is_shared()
 }
 
 static MMAP: Redirection = Redirection::of(c"mmap");

@@ -416,7 +416,6 @@ fn start(model: &Arc<Model>) {
         note_start(&path, Some(obstacle), StreamFigures::default());
         return;
     }
-    load::finish(model);
     let config = Config::get();
     let settings = Settings {
         always: config.expert_stream == ExpertStream::On,
@@ -425,6 +424,7 @@ fn start(model: &Arc<Model>) {
     };
     let files: Vec<_> = model.files.iter().map(|file| &file.gguf).collect();
     let (mapped, experts) = mapped(model);
+    load::finish(model, &mapped.others);
     let bytes = (experts, mapped.other_bytes());
     let reader = match needs_memory(model, &mapped, experts) {
         // SAFETY: the program unmaps its files after it has freed the tensors, and the reader ends before.
@@ -496,6 +496,9 @@ fn mapped(model: &Model) -> (Mapped, u64) {
         most: Config::get().expert_stream_memory,
         ..Mapped::default()
     };
+    // A token uses one row of a tensor that rows are read from.
+    let is_always_used =
+        |of: &Instance| of.mapped && (of.op() != Some(model.ggml.ops.get_rows) || of.is_shared());
     let mut experts = 0;
     for tensor in &model.tensors {
         let mut instances = tensor.instances.iter();
@@ -517,7 +520,7 @@ fn mapped(model: &Model) -> (Mapped, u64) {
                     address: instance.original.data as usize,
                     len: model.info(tensor).nbytes as usize,
                 },
-                is_always_used: load::is_always_used(model, instance),
+                is_always_used: tensor.instances.iter().any(is_always_used),
             }),
         }
     }
