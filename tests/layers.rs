@@ -27,7 +27,7 @@ const CRATES: [&str; 9] = [
 const MOST_LINES: [(&str, usize); 9] = [
     ("core", 21_050),
     ("src", 11_700),
-    ("preload", 26_300),
+    ("preload", 26_350),
     ("cli", 26_950),
     ("xtask", 10_600),
     ("testkit", 4_700),

@@ -81,6 +81,7 @@ pub fn memory(figures: &StreamFigures) -> Option<String> {
         missing_bytes: missing,
         context_tokens: tokens,
         context_bytes: context,
+        freed_bytes: freed,
         ..
     } = *figures;
     if fitting >= all {
@@ -99,7 +100,6 @@ pub fn memory(figures: &StreamFigures) -> Option<String> {
             " beside a context of {tokens} tokens ({:.0} MB)",
             mb(context)
         );
-        let freed = context / 4 * 3;
         if tokens >= 1024 && freed > all / 50 {
             text += &format!(
                 ": -c {} frees {:.0} MB, and {:.0} % fit",
@@ -272,6 +272,7 @@ mod tests {
             fitting_bytes: fitting,
             context_tokens: tokens,
             context_bytes: 180_000_000,
+            freed_bytes: 135_000_000,
             ..StreamFigures::default()
         };
         let short = StreamFigures {

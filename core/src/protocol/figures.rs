@@ -163,6 +163,8 @@ figures! {
         Gauge context_tokens: u64,
         /// Bytes of the keys and values of the largest context in host memory.
         Gauge context_bytes: u64 => "stream_context_bytes",
+        /// Bytes that a context of a quarter of these tokens would free.
+        Gauge freed_bytes: u64,
         /// Whether (1) or not (0) all experts are in memory, so that only samples are checked.
         Gauge resting: bool => "stream_resting",
         /// Whether streaming has stopped because reading ahead had no effect.

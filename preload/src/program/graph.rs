@@ -195,6 +195,8 @@ pub struct Context {
     pub tokens: u64,
     /// Bytes in host memory that grow with the tokens.
     pub bytes: u64,
+    /// Bytes that a context of a quarter of the tokens would free.
+    pub freed: u64,
 }
 
 impl Context {
@@ -206,7 +208,7 @@ impl Context {
     /// A live graph of this copy.
     pub unsafe fn of(ggml: &Ggml, graph: *mut Graph) -> Context {
         let (f, layout) = (&ggml.f, &ggml.layout);
-        let mut caches: BTreeMap<usize, (u64, u64)> = BTreeMap::new();
+        let mut caches: BTreeMap<usize, ([i64; 4], u64)> = BTreeMap::new();
         // SAFETY: nodes of a live graph are live tensors, and so are what they are views of and its buffer.
         unsafe {
             for at in 0..(f.ggml_graph_n_nodes)(graph) {
@@ -226,17 +228,58 @@ impl Context {
                 if ne[1] == 1 {
                     return Context::default();
                 }
-                let tokens = ne[1].max(0) as u64 * ne[2].max(1) as u64;
-                caches.insert(viewed as usize, (tokens, (f.ggml_nbytes)(viewed) as u64));
+                caches.insert(viewed as usize, (ne, (f.ggml_nbytes)(viewed) as u64));
             }
         }
-        let tokens = caches.values().map(|of| of.0).max().unwrap_or(0);
-        let whole = caches.values().filter(|of| of.0 == tokens);
+        let tokens = |ne: &[i64; 4]| ne[1].max(0) as u64 * ne[2].max(1) as u64;
+        let Some(longest) = caches.values().map(|of| of.0).max_by_key(tokens) else {
+            return Context::default();
+        };
+        let whole = caches
+            .values()
+            .filter(|of| tokens(&of.0) == tokens(&longest));
+        let bytes: u64 = whole.map(|of| of.1).sum();
         Context {
-            tokens,
-            bytes: whole.map(|of| of.1).sum(),
+            tokens: tokens(&longest),
+            bytes,
+            // SAFETY: as the caller ensures.
+            freed: bytes / 4 * 3 + unsafe { freed_by_attention(ggml, graph, longest[1]) },
         }
     }
+}
+
+/// Returns the bytes that attention to a quarter of so many keys would free in the memory of a graph. A graph that only
+/// reserves memory has all keys. Masks have memory throughout; scores share theirs with what other nodes compute.
+///
+/// # Safety
+///
+/// A live graph of this copy, which is not yet allocated.
+unsafe fn freed_by_attention(ggml: &Ggml, graph: *mut Graph, keys: i64) -> u64 {
+    let (f, layout) = (&ggml.f, &ggml.layout);
+    let mut masks: BTreeMap<usize, u64> = BTreeMap::new();
+    let (mut scores, mut others) = (0, 0);
+    // SAFETY: nodes of a live graph and their sources are live tensors.
+    unsafe {
+        for at in 0..(f.ggml_graph_n_nodes)(graph) {
+            let node = (f.ggml_graph_node)(graph, at);
+            for tensor in layout.sources(node).chain([node]) {
+                let [viewed, memory]: [*mut Tensor; 2] =
+                    [layout.view_src, layout.buffer].map(|of| layout.read(tensor, of));
+                if !viewed.is_null() || !memory.is_null() {
+                    continue;
+                }
+                let ne: [i64; 4] = layout.read(tensor, layout.ne);
+                let bytes = (f.ggml_nbytes)(tensor) as u64;
+                match (ne[0] == keys, ne[2] == 1) {
+                    (true, true) => drop(masks.insert(tensor as usize, bytes)),
+                    (true, false) => scores = bytes.max(scores),
+                    (false, _) => others = bytes.max(others),
+                }
+            }
+        }
+    }
+    let masks: u64 = masks.values().sum();
+    masks / 4 * 3 + scores.max(others) - (scores / 4).max(others)
 }
 
 /// Notes a tensor, or what it is a view of, if it is in memory for weights and no node computes it.

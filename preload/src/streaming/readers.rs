@@ -179,7 +179,7 @@ impl Capability for Streaming {
                 // SAFETY: the graph is live, and of the scheduler's copy.
                 let found = unsafe { Context::of(scheduler.ggml(), graph.graph) };
                 let mut context = stream.context.lock();
-                if found.bytes > context.bytes {
+                if found.freed > context.freed {
                     *context = found;
                 }
             }
@@ -363,6 +363,7 @@ impl Stream {
             missing_bytes,
             context_tokens: started.context.tokens,
             context_bytes: started.context.bytes,
+            freed_bytes: started.context.freed,
             ..figures
         }
     }
