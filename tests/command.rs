@@ -26,6 +26,64 @@ use testkit::process::{before_exec, lead_session, limit, terminal};
 use testkit::server::llama;
 use testkit::sim_ggml::SimGgml;
 
+/// What is in the wrong place names its place.
+#[test]
+fn a_command_line_in_the_wrong_order_is_explained() {
+    let model = fixture("small.gguf").display().to_string();
+    let says = |arguments: &[&str], expected: &str| {
+        let mut command = Command::new(built("release/llama-sidecar"));
+        let output = command.args(arguments).output().expect("it starts");
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success(), "{arguments:?}");
+        assert!(text.contains(expected), "{arguments:?}: {text}");
+        assert!(!text.contains("as a value"), "{text}");
+    };
+    let is_model = "is a model: put the program before it, as in llama-server -m ";
+    for command in ["run", "doctor", "plan", "compare"] {
+        says(&[command, &model], is_model);
+    }
+    let exit = ["run", "sh", "-c", "exit 3", "--stream-experts"];
+    says(
+        &exit,
+        "--stream-experts is an option of 'run' as well: put it before the program",
+    );
+    let of_compare = "--with is an option of 'llama-sidecar compare'";
+    says(
+        &["run", "--with", "--stream-experts", "--", "true"],
+        of_compare,
+    );
+    says(
+        &["run", "--no-such-option", "true"],
+        "unexpected argument '--no-such-option'",
+    );
+}
+
+/// Our command in the program's place chooses what is on in the programs that it starts.
+#[test]
+fn a_command_of_ours_runs_with_nothing_on() {
+    let cli = built("release/llama-sidecar");
+    let mut command = Command::new(&cli);
+    command
+        .args(["run", "--"])
+        .arg(&cli)
+        .args(["run", "--", "env"]);
+    let output = command.output().expect("it starts");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(
+        text.matches("LLAMA_EXPERT_STREAM=needed").count(),
+        1,
+        "{text}"
+    );
+    let mut command = Command::new(&cli);
+    command
+        .args(["run", "--"])
+        .arg(&cli)
+        .args(["run", "--none", "--", "env"]);
+    let output = command.output().expect("it starts");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(!text.contains("LLAMA_EXPERT_STREAM"), "{text}");
+}
+
 #[test]
 fn the_wrapper_runs_a_command_with_the_drop_in() {
     let cli = testkit::host::built("release/llama-sidecar");

@@ -107,12 +107,37 @@ pub fn parse<P: Parser>() -> P {
         | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => error.exit(),
         // An argument may be the name of any file.
         _ => {
+            let mut error = error;
+            if error.kind() == ErrorKind::UnknownArgument {
+                point_to_others(&mut error, &command);
+            }
             let error = error.format(&mut command);
             let text = renamed(&error).unwrap_or_else(|| error.to_string());
             eprintln!("{}", text.trim_end());
             exit(error.exit_code())
         }
     })
+}
+
+/// Names the commands that have an option which another one lacks.
+fn point_to_others(error: &mut clap::Error, all: &Command) {
+    let Some(ContextValue::String(typed)) = error.get(ContextKind::InvalidArg) else {
+        return;
+    };
+    let name = typed.trim_start_matches('-').to_owned();
+    let names: Vec<_> = all
+        .get_subcommands()
+        .filter(|of| !of.is_hide_set() && of.get_opts().any(|of| of.get_long() == Some(&name)))
+        .map(|of| format!("'{} {}'", all.get_name(), of.get_name()))
+        .collect();
+    // In place of the advice to pass the option as a value.
+    let tips = match names.is_empty() {
+        true => ContextValue::None,
+        false => ContextValue::StyledStrs(vec![
+            format!("--{name} is an option of {}", names.join(", ")).into(),
+        ]),
+    };
+    error.insert(ContextKind::Suggested, tips);
 }
 
 /// Returns the message for a name that a command or an option had.

@@ -2,74 +2,75 @@
 
 use crate::protocol::{NoEffect, PostFetchFigures, StreamFigures, Uncounted};
 
-/// Returns figures of expert streaming as a sentence without its full stop.
-pub fn streaming(figures: &StreamFigures) -> String {
+/// Returns figures of expert streaming: lines without a full stop, each with a name before it.
+pub fn streaming(figures: &StreamFigures) -> Vec<String> {
     let mb = |bytes: u64| bytes as f64 / 1e6;
     let percent = |part: u64, whole: u64| 100.0 * part as f64 / whole.max(1) as f64;
     let speed = format!(
-        "{} tokens of prompts and answers at {:.2} tokens/s",
+        "experts: {} tokens of prompts and answers at {:.2} tokens/s",
         figures.tokens,
         figures.tokens as f64 / figures.seconds.max(1e-3)
     );
     let read = figures.read_bytes + figures.ahead_bytes;
     if figures.checked_bytes == 0 {
-        return format!(
+        return vec![format!(
             "{speed}, {} layers scheduled, {} page faults waited for the disk; the kernel does not report which pages of the file are in memory",
             figures.layers, figures.major_faults
-        );
+        )];
     }
-    let mut text = format!(
-        "{speed}, {:.0} MB read ahead ({:.0} MB/s), {:.0} % of the routed experts' bytes were in memory, {} page faults waited for the disk",
+    let mut experts = format!(
+        "{speed}, {:.0} MB read ahead ({:.0} MB/s), {:.0} % of the routed experts' bytes were in memory",
         mb(read),
         mb(read) / figures.seconds.max(1e-3),
         percent(figures.resident_bytes, figures.checked_bytes),
-        figures.major_faults,
     );
-    // How long they take is not measured.
-    let faults_limit = figures.major_faults > figures.tokens;
-    if figures.reading_seconds > 0.0 {
-        let waited = 100.0 * figures.waited_seconds / figures.seconds.max(1e-3);
-        text += &format!(
-            "; {:.0} MB of experts are in memory, evaluations waited for their reads in {:.0} % of the time, and the disk delivered {:.0} MB/s while it was read",
-            mb(figures.held_bytes),
-            waited.min(100.0),
-            mb(read) / figures.reading_seconds,
-        );
-        if !faults_limit {
-            text += match waited > 50.0 {
-                true => ": it limits the most",
-                false => ": computation limits the most",
-            };
-        }
-    }
-    if faults_limit {
-        text += &format!(
-            "; page faults limit the most ({:.0} for each token): too little memory is left for the other tensors",
-            figures.major_faults as f64 / figures.tokens.max(1) as f64
-        );
-    }
     if figures.replaced > 0 {
-        text += &format!(
-            ", {:.1} % of the chosen experts were replaced by others in memory, which changes results (margin {})",
+        experts += &format!(
+            "; {:.1} % of the chosen experts were replaced by others in memory, which changes results (margin {})",
             percent(figures.replaced, figures.chosen),
             figures.margin
         );
     } else if figures.chosen > 0 {
-        text += &format!(
-            ", no chosen expert was replaced by one in memory (margin {})",
+        experts += &format!(
+            "; no chosen expert was replaced by one in memory (margin {})",
             figures.margin
         );
     }
-    if let Some(memory) = memory(figures) {
-        text += &format!("; {memory}");
-    }
     if figures.resting {
-        text += "; all experts are in memory now, so that streaming rests";
+        experts += "; all experts are in memory now, so that streaming rests";
     }
     if figures.stopped {
-        text += "; streaming has stopped because reading ahead had no effect";
+        experts += "; streaming has stopped because reading ahead had no effect";
     }
-    text
+    let mut lines = vec![experts];
+    lines.extend(limit(figures).map(|limit| format!("limit: {limit}")));
+    lines.extend(memory(figures).map(|memory| format!("memory: {memory}")));
+    lines
+}
+
+/// Returns what limits streaming the most; `None` if nothing was read.
+fn limit(figures: &StreamFigures) -> Option<String> {
+    let faults = figures.major_faults;
+    // How long they take is not measured.
+    if faults > figures.tokens {
+        return Some(format!(
+            "page faults limit the most ({:.0} for each token): too little memory is left for the other tensors",
+            faults as f64 / figures.tokens.max(1) as f64
+        ));
+    }
+    if figures.reading_seconds == 0.0 {
+        return None;
+    }
+    let waited = (100.0 * figures.waited_seconds / figures.seconds.max(1e-3)).min(100.0);
+    let what = if waited > 50.0 {
+        "the disk"
+    } else {
+        "computation"
+    };
+    Some(format!(
+        "{what} limits the most: evaluations waited for experts in {waited:.0} % of the time, and {faults} page faults for the disk, which delivered {:.0} MB/s while it was read",
+        (figures.read_bytes + figures.ahead_bytes) as f64 / 1e6 / figures.reading_seconds
+    ))
 }
 
 /// Returns how many experts fit into memory beside the context, and how many beside a smaller one; `None` if all fit, or that is
@@ -108,6 +109,12 @@ pub fn memory(figures: &StreamFigures) -> Option<String> {
                 percent((fitting + freed).saturating_sub(missing))
             );
         }
+    }
+    if missing > 0 {
+        text += &format!(
+            "; {:.0} MB are missing for the rest of the program, parts of which are read again for each token: free more memory, or raise its limit",
+            mb(missing)
+        );
     }
     Some(text)
 }
@@ -251,16 +258,18 @@ mod tests {
             waited_seconds,
             ..StreamFigures::default()
         };
-        let disk = streaming(&figures(6.0));
-        let expected = "in 60 % of the time, and the disk delivered 2 MB/s while it was read: it limits the most";
-        assert!(disk.ends_with(expected), "{disk}");
-        assert!(streaming(&figures(4.0)).ends_with("computation limits the most"));
-        let faults = streaming(&StreamFigures {
+        let last = |figures: &StreamFigures| streaming(figures).pop().expect("lines");
+        assert_eq!(
+            last(&figures(6.0)),
+            "limit: the disk limits the most: evaluations waited for experts in 60 % of the time, and 0 page faults for the disk, which delivered 2 MB/s while it was read"
+        );
+        assert!(last(&figures(4.0)).starts_with("limit: computation limits the most"));
+        let faults = last(&StreamFigures {
             major_faults: 380,
             ..figures(0.2)
         });
         assert!(
-            faults.contains("was read; page faults limit the most (38 for each token)"),
+            faults.starts_with("limit: page faults limit the most (38 for each token)"),
             "{faults}"
         );
     }
@@ -281,7 +290,7 @@ mod tests {
         };
         let sentence = memory(&short).expect("a sentence");
         assert!(
-            sentence.ends_with("frees 135 MB, and 35 % fit"),
+            sentence.contains("frees 135 MB, and 35 % fit; 40 MB are missing for the rest"),
             "{sentence}"
         );
         assert_eq!(

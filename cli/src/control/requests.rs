@@ -595,8 +595,8 @@ fn print_status(out: &mut impl Write, status: &Status) -> Result<()> {
             let experts = mask::text(experts);
             writeln!(out, "  layer {layer}: masked experts {experts}")?;
         }
-        if let Some(stream) = &model.stream {
-            writeln!(out, "  experts: {}", summary::streaming(stream))?;
+        for line in model.stream.iter().flat_map(summary::streaming) {
+            writeln!(out, "  {line}")?;
         }
         for tensor in &model.changed {
             let from = tensor.from.as_ref().map(|from| format!(" from {from}"));
@@ -700,6 +700,12 @@ fn print_files(out: &mut impl Write, files: &[FileStatus]) -> Result<()> {
 }
 
 fn print_traces(out: &mut impl Write, traces: &Traces) -> Result<()> {
+    if traces.traces.is_empty() {
+        writeln!(
+            out,
+            "no experts were counted: no model with routed experts has been evaluated"
+        )?;
+    }
     for trace in &traces.traces {
         let (about, counts) = from_json(trace).map_err(anyhow::Error::msg)?;
         write!(

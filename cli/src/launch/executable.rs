@@ -9,11 +9,13 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use goblin::elf::Elf;
 use goblin::elf::header::machine_to_str;
 use rustix::process::geteuid;
 use sidecar_core::text;
+
+use crate::words::quoted;
 
 /// An executable file.
 pub struct Executable {
@@ -28,6 +30,8 @@ pub enum Kind {
     /// A script, with the interpreter in its first line.
     Script(String),
     Elf(Image),
+    /// GGUF, which is no program.
+    Model,
     /// Another format.
     Unknown,
 }
@@ -61,6 +65,13 @@ impl Executable {
         };
         let found = std::fs::metadata(&path)
             .with_context(|| format!("cannot run {}: check the path", text::path(&path)))?;
+        let kind = kind(&path).unwrap_or(Kind::Unknown);
+        ensure!(
+            !matches!(kind, Kind::Model),
+            "{} is a model: put the program before it, as in llama-server -m {}",
+            text::path(&path),
+            text::line(&quoted(path.as_os_str()))
+        );
         if !is_executable(&path) {
             bail!(
                 "{} is not executable: pass a program, or make the file executable with chmod +x",
@@ -68,7 +79,7 @@ impl Executable {
             );
         }
         Ok(Executable {
-            kind: kind(&path).unwrap_or(Kind::Unknown),
+            kind,
             set_uid: found.mode() & 0o4000 != 0 && found.uid() != geteuid().as_raw(),
             path,
         })
@@ -143,6 +154,7 @@ impl Kind {
     pub fn describe(&self) -> String {
         match self {
             Kind::Script(first) => format!("a script for {first}"),
+            Kind::Model => "a model".into(),
             Kind::Unknown => "neither ELF nor a script".into(),
             Kind::Elf(image) => {
                 let machine = machine_to_str(image.machine);
@@ -181,6 +193,9 @@ fn kind(path: &Path) -> Option<Kind> {
         let text = String::from_utf8_lossy(&text).into_owned();
         let first = text.lines().next().unwrap_or_default();
         return Some(Kind::Script(first.trim().to_owned()));
+    }
+    if &start == b"GGUF" {
+        return Some(Kind::Model);
     }
     if &start != b"\x7fELF" || file.metadata().ok()?.len() > MOST {
         return Some(Kind::Unknown);

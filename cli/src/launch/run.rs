@@ -8,7 +8,7 @@ use std::process::{Command, ExitStatus};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::builder::{OsStringValueParser, TypedValueParser, ValueParser};
-use clap::{Arg, ArgAction, ArgMatches, FromArgMatches, Parser};
+use clap::{Arg, ArgAction, ArgMatches, CommandFactory, FromArgMatches, Parser};
 use sidecar_core::config::{
     CAPABILITIES, CacheSize, Config, ExpertStream, Kind, VARIABLES, Variable,
 };
@@ -404,6 +404,9 @@ impl Prepared {
         status: ExitStatus,
     ) -> Vec<String> {
         if !self.config.is_used() {
+            if is_ours(&self.words[0]) {
+                return Vec::new();
+            }
             return vec![format!(
                 "nothing enabled: leave out --none, or pass {CAPABILITIES}"
             )];
@@ -411,7 +414,11 @@ impl Prepared {
         let obstacle = self.obstacle(program);
         let obstacle = obstacle.or_else(|| events.obstacle(Some(status)));
         match obstacle {
-            Some(obstacle) => vec![format!("the drop-in did nothing: {obstacle}")],
+            Some(obstacle) => {
+                let misplaced = misplaced(&self.words).filter(|_| !status.success());
+                let lines = [format!("the drop-in did nothing: {obstacle}")].into_iter();
+                lines.chain(misplaced).collect()
+            }
             None => summary(&self.config, events),
         }
     }
@@ -505,7 +512,7 @@ fn summary(config: &Config, events: &Events) -> Vec<String> {
     for event in events.iter() {
         match event {
             Event::Stream { figures, .. } if figures.layers > 0 => {
-                streamed.push(format!("experts: {}", summary::streaming(figures)));
+                streamed.extend(summary::streaming(figures));
             }
             Event::PostFetch { figures } if !figures.is_empty() => {
                 fetched.push(format!("post-fetch: {}", summary::post_fetch(figures)));
@@ -633,12 +640,16 @@ fn variables(options: &RunOptions, preload: &Path) -> Vec<Setting> {
     all.extend(options.settings.0.iter().cloned());
     all.extend(options.set.iter().cloned());
     let parse = |all: &[Setting]| Config::parse(|name| value_of(all, name));
-    let is_left = !options.none && !parse(&all).is_used();
+    let is_left = !options.none && !is_ours(&options.command[0]) && !parse(&all).is_used();
     if is_left && value_of(&all, STREAM).is_none() {
         all.extend(defaults(options));
     }
     let config = parse(&all);
-    let is_controlled = config.hotswap || config.traces() || config.rounds || config.expert_masks;
+    let is_controlled = config.hotswap
+        || config.traces()
+        || config.rounds
+        || config.expert_masks
+        || matches!(config.expert_stream, ExpertStream::Auto | ExpertStream::On);
     if is_controlled
         && value_of(&all, CONTROL).is_none()
         && let Some(socket) = sockets::path_for(Path::new(&options.command[0]))
@@ -650,6 +661,27 @@ fn variables(options: &RunOptions, preload: &Path) -> Vec<Setting> {
         all.push(("GGML_CUDA_REGISTER_HOST", "1".into()));
     }
     all
+}
+
+/// Whether a program is this one, which starts others: it chooses what is on in them.
+fn is_ours(word: &OsStr) -> bool {
+    let found = Executable::find(word).ok();
+    let path = found.and_then(|found| found.path.canonicalize().ok());
+    path.is_some() && path == std::env::current_exe().ok()
+}
+
+/// Returns a line about the first option of `run` among those of the program.
+fn misplaced(words: &[OsString]) -> Option<String> {
+    let ours = CommandLine::command();
+    let name = |word: &OsString| {
+        let name = word.to_str()?.strip_prefix("--")?;
+        Some(name.split_once('=').map_or(name, |of| of.0).to_owned())
+    };
+    let mut names = words[1..].iter().filter_map(name);
+    let name = names.find(|name| ours.get_opts().any(|of| of.get_long() == Some(name)))?;
+    Some(format!(
+        "--{name} is an option of 'run' as well: put it before the program"
+    ))
 }
 
 /// Returns what is on where no option or variable turns anything on: what a comparison of the command has

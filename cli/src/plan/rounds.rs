@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use sidecar_core::protocol::{Event, StreamFigures};
 
 use super::changes::{Change, Kind};
@@ -30,6 +30,8 @@ const MARGIN: Duration = Duration::from_secs(10);
 /// Why there were no more rounds.
 const TIME: &str = "the time was over: pass a longer --time";
 const INTERRUPTED: &str = "it was interrupted";
+/// Why a program is not measured.
+const NO_SPEEDS: &str = "it prints no speeds of prompts and answers, as llama-server, llama-completion and llama-bench do";
 
 /// Tokens of prompts and answers that are weighed.
 #[derive(Debug, Clone, Copy)]
@@ -131,7 +133,7 @@ impl Candidate {
         });
         match found {
             Ok(Some(measured)) => return Ok(Some(measured)),
-            Ok(None) => self.obstacle = Some("it prints no speeds of prompts and answers".into()),
+            Ok(None) => self.obstacle = Some(NO_SPEEDS.into()),
             Err(error) if error.is::<Interrupted>() => return Err(error),
             // It was ended, as there was no more time.
             Err(_) if Instant::now() > deadline => {}
@@ -227,7 +229,7 @@ pub fn measure(
     let first = match candidates[0].program.first_run(true, false) {
         Ok(run) => {
             longest = LONGER * Duration::from_secs_f64(run.seconds) + MARGIN;
-            measured(&run, None)
+            Some(measured(&run, None).context(NO_SPEEDS)?)
         }
         Err(error) if error.is::<Interrupted>() => return Err(error),
         Err(error) => {

@@ -54,7 +54,11 @@ pub fn describe(
     match Disk::measure(largest) {
         Ok(disk) => {
             lines.push(("disk", disk.sentence()));
-            lines.extend(sizes.bound(share, &disk).map(|text| ("bound", text)));
+            lines.extend(
+                sizes
+                    .bound(share, figures.missing_bytes, &disk)
+                    .map(|text| ("bound", text)),
+            );
         }
         Err(error) => lines.push((
             "disk",
@@ -170,10 +174,10 @@ impl Sizes {
         (left as f64 / self.expert_bytes as f64).min(1.0)
     }
 
-    /// Returns the limit that the disk sets; `None` when nothing is read from it, or it is not
-    /// known how much.
-    fn bound(&self, share: f64, disk: &Disk) -> Option<String> {
-        let missing = self.token_bytes * (1.0 - share);
+    /// Returns the limit that the disk sets where such a share of the experts fits, and so many bytes of the rest do not;
+    /// `None` when nothing is read from it, or it is not known how much.
+    fn bound(&self, share: f64, of_rest: u64, disk: &Disk) -> Option<String> {
+        let missing = self.token_bytes * (1.0 - share) + of_rest as f64;
         (missing > 0.0).then(|| {
             format!(
                 "the disk limits the program to {:.2} tokens/s with {DEPTH} reads at a time, {:.2} with one at a time, if all experts are used equally often",
@@ -394,8 +398,8 @@ mod tests {
     fn the_disk_limits_what_is_not_in_memory() {
         let sizes = sizes();
         let disk = disk([4 * EXPERT, 4 * EXPERT, 40 * EXPERT], [8 * EXPERT; 3]);
-        assert_eq!(sizes.bound(1.0, &disk), None);
-        let sentence = sizes.bound(0.5, &disk);
+        assert_eq!(sizes.bound(1.0, 0, &disk), None);
+        let sentence = sizes.bound(0.5, 0, &disk);
         let sentence = sentence.expect("two experts a token");
         assert!(
             sentence.contains("4.00 tokens/s with 16 reads at a time, 2.00 with"),
@@ -406,7 +410,7 @@ mod tests {
             token_bytes: 0.0,
             ..sizes
         };
-        assert_eq!(unknown.bound(0.5, &disk), None);
+        assert_eq!(unknown.bound(0.5, 0, &disk), None);
         assert!(unknown.sentence().contains("is not known"));
     }
 
