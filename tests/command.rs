@@ -58,6 +58,48 @@ fn a_command_line_in_the_wrong_order_is_explained() {
     );
 }
 
+/// A program gets ignored signals and the limit of open files as `run` has them, and its status is that of `run`.
+#[test]
+fn a_program_starts_as_without_the_command() {
+    let script = "grep SigIgn: /proc/self/status; ulimit -Sn; ulimit -Hn; exit 3";
+    let started = |wrapper: &[&OsStr]| {
+        let words = [wrapper, &["sh", "-c", script].map(OsStr::new)].concat();
+        let mut command = Command::new(words[0]);
+        command.args(&words[1..]).stderr(Stdio::null());
+        before_exec(&mut command, || {
+            let mut files = libc::rlimit {
+                rlim_cur: 0,
+                rlim_max: 0,
+            };
+            // SAFETY: system calls between fork and exec; the first one fills the limit.
+            unsafe {
+                libc::getrlimit(libc::RLIMIT_NOFILE, &mut files);
+                files.rlim_cur = 200;
+                libc::signal(libc::SIGPIPE, libc::SIG_IGN);
+                libc::signal(libc::SIGCHLD, libc::SIG_IGN);
+                libc::setrlimit(libc::RLIMIT_NOFILE, &files) == 0
+            }
+        });
+        let output = command.output().expect("it starts");
+        (
+            output.status.code(),
+            String::from_utf8_lossy(&output.stdout).into_owned(),
+        )
+    };
+    let plain = started(&[]);
+    assert_eq!(plain.0, Some(3), "{plain:?}");
+    let cli = built("release/llama-sidecar");
+    for option in ["--none", "--quiet"] {
+        let wrapper = [
+            cli.as_os_str(),
+            "run".as_ref(),
+            option.as_ref(),
+            "--".as_ref(),
+        ];
+        assert_eq!(started(&wrapper), plain, "{option}");
+    }
+}
+
 /// Our command in the program's place chooses what is on in the programs that it starts.
 #[test]
 fn a_command_of_ours_runs_with_nothing_on() {

@@ -81,8 +81,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{CommandFactory, Parser, Subcommand};
 use control::{Control, Limit};
-use launch::{child, doctor, proof, run};
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use launch::{child, doctor, inherited, proof, run};
 use sidecar_core::config::margin;
 use sidecar_core::protocol::Request;
 
@@ -321,7 +320,7 @@ struct MetricsOptions {
 }
 
 fn main() -> ExitCode {
-    allow_many_open_files();
+    inherited::raise_open_files();
     let arguments = help::parse::<Arguments>();
     let result = match arguments.command {
         Command::Doctor(options) => doctor::run(&options),
@@ -435,18 +434,4 @@ fn sentence(error: &anyhow::Error) -> String {
         text.push_str(&cause);
     }
     text
-}
-
-/// Raises the limit for open files: a model of more than 1,000 shards needs more than the usual
-/// limit. A library must not change the limits of its process; this is the process.
-fn allow_many_open_files() {
-    let limit = getrlimit(Resource::Nofile);
-    // A failure shows when a file cannot be opened.
-    let _ = setrlimit(
-        Resource::Nofile,
-        Rlimit {
-            current: limit.maximum,
-            ..limit
-        },
-    );
 }

@@ -141,10 +141,13 @@ fn start() {
             Some(after_fork_in_child),
         );
     }
+    signals::set_finish(finish);
     for capability in CAPABILITIES.iter().filter(|of| of.is_enabled()) {
         capability.start();
+        if !capability.begins_later() {
+            signals::finish_on_signals();
+        }
     }
-    signals::finish_on_signals(finish);
     if let Some(path) = &Config::get().control {
         control::start(&path.now(), no_effect);
     }

@@ -29,6 +29,7 @@ use signal_hook::low_level::siginfo::{Cause, Origin};
 use crate::words::quoted;
 
 use crate::interruption;
+use crate::launch::inherited;
 
 /// Signals with which users control a program.
 const PASSED_ON: [i32; 6] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
@@ -131,7 +132,25 @@ pub fn witness() -> Result<()> {
     Ok(())
 }
 
-/// Starts a command that gets the signals that are sent to this process.
+/// The system permits this process no further thread.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot start a thread: {0}")]
+pub struct NoThread(std::io::Error);
+
+/// Runs a command in place of this process. Returns only if it cannot be run.
+pub fn replace(mut command: Command) -> anyhow::Error {
+    // SAFETY: system calls between fork and exec.
+    unsafe {
+        command.pre_exec(|| {
+            inherited::restore();
+            Ok(())
+        });
+    }
+    command.exec().into()
+}
+
+/// Starts a command that gets the signals that are sent to this process. Fails with [`NoThread`] if there can be no thread
+/// that passes them on.
 pub fn spawn(command: &mut Command, group: Group) -> Result<Child> {
     // The child starts with the signals ignored that this process ignores (nohup, a script's `&`).
     // A program with a handler of its own gets them, so all are passed on.
@@ -143,6 +162,7 @@ pub fn spawn(command: &mut Command, group: Group) -> Result<Child> {
     // From here on signals wait for the thread. In the child, exec restores the default.
     let mut signals = SignalsInfo::<WithOrigin>::new(PASSED_ON)?;
     let prepare = move || {
+        inherited::restore();
         for signal in &ignored {
             // SAFETY: a system call that may be made between fork and exec.
             unsafe { libc::signal(*signal, libc::SIG_IGN) };
@@ -180,7 +200,7 @@ pub fn spawn(command: &mut Command, group: Group) -> Result<Child> {
         }
     };
     let thread = std::thread::Builder::new().name("signals".into());
-    thread.spawn(pass_on).context("cannot start a thread")?;
+    thread.spawn(pass_on).map_err(NoThread)?;
     let child = command.spawn()?;
     set_child(Some(Pid::from_child(&child)));
     // The thread goes on when its channel is closed.

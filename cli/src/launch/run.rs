@@ -16,7 +16,7 @@ use sidecar_core::protocol::{Event, NoEffect};
 use sidecar_core::{summary, text, trace};
 
 use crate::control::{self, sockets};
-use crate::launch::child::{self, Group};
+use crate::launch::child::{self, Group, NoThread};
 use crate::launch::crashes::Start;
 use crate::launch::executable::{Executable, ld_preload, preload_library};
 use crate::launch::journal::{Events, JOURNAL, Journal};
@@ -456,19 +456,27 @@ pub fn run(options: &RunOptions, held: Option<Temporary>) -> Result<()> {
     if let Some(sentence) = earlier.filter(|_| !options.quiet) {
         eprintln!("llama-sidecar: {sentence}");
     }
-    let mut command = match &journal {
-        Some(journal) => prepared.command(&program, journal.as_ref()),
-        None => {
-            let mut command = Command::new(&program.path);
-            command.args(&options.command[1..]);
-            command
-        }
-    };
     let limit = options.memory_limit.map(MemoryLimit::new).transpose()?;
-    if let Some(limit) = &limit {
-        limit.apply(&mut command)?;
+    let command = || -> Result<Command> {
+        let mut command = match &journal {
+            Some(journal) => prepared.command(&program, journal.as_ref()),
+            None => {
+                let mut command = Command::new(&program.path);
+                command.args(&options.command[1..]);
+                command
+            }
+        };
+        if let Some(limit) = &limit {
+            limit.apply(&mut command)?;
+        }
+        Ok(command)
+    };
+    let spawned = child::spawn(&mut command()?, Group::Shared);
+    if let Some(error) = spawned.as_ref().err().filter(|of| of.is::<NoThread>()) {
+        eprintln!("llama-sidecar: there will be no summary: {error:#}");
+        return Err(child::replace(command()?));
     }
-    let mut child = child::spawn(&mut command, Group::Shared).with_context(|| {
+    let mut child = spawned.with_context(|| {
         let obstacle = prepared.obstacle(&program);
         obstacle.unwrap_or_else(|| format!("cannot run {}", text::path(&program.path)))
     })?;

@@ -12,6 +12,7 @@ use serde::Serialize;
 use super::child;
 use crate::interruption;
 pub use crate::interruption::stat_fields;
+use crate::launch::inherited;
 
 /// What processes used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
@@ -37,9 +38,10 @@ pub struct Session {
 impl Session {
     /// Starts a program.
     pub fn start(command: &mut Command) -> Result<Session> {
-        // SAFETY: two system calls between fork and exec.
+        // SAFETY: system calls between fork and exec.
         unsafe {
             command.pre_exec(|| {
+                inherited::restore();
                 setsid()?;
                 Ok(set_parent_process_death_signal(Some(Signal::KILL))?)
             });

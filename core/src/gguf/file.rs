@@ -383,18 +383,8 @@ impl GgufFile {
             path: path.to_owned(),
             error,
         };
-        let header = match &source.map {
-            Some(map) => match Header::parse(map, source.id.size) {
-                Ok(header) => header,
-                Err(ParseError::Malformed(error)) => return Err(malformed(error)),
-                Err(ParseError::NeedMore(_)) => {
-                    return Err(OpenError::Changing {
-                        path: path.to_owned(),
-                    });
-                }
-            },
-            None => read_header(&source)?,
-        };
+        // Read, also where the file is mapped: its writer may cut it short at any moment, and a mapping ends there by SIGBUS.
+        let header = read_header(&source)?;
         header.check_data(source.id.size).map_err(malformed)?;
         let header = Arc::new(header);
         Ok(GgufFile { source, header })

@@ -28,6 +28,11 @@ pub trait Capability: Sync {
     /// Whether the environment enables it.
     fn is_enabled(&self) -> bool;
 
+    /// Whether there may be nothing for it to do after [`Capability::start`] either. Else a thread waits for signals from then on.
+    fn begins_later(&self) -> bool {
+        false
+    }
+
     /// Starts its threads, once, when the first model is complete. Called if it is enabled.
     fn start(&self) {}
 

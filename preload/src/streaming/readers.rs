@@ -22,6 +22,7 @@ use sidecar_core::trace::{self, Ids};
 use crate::ggml::Ggml;
 use crate::process::journal;
 use crate::process::maps::Maps;
+use crate::process::signals::finish_on_signals;
 use crate::program::barrier::ModelSet;
 use crate::program::capability::{Capability, Effect};
 use crate::program::graph::Context;
@@ -100,6 +101,10 @@ static FREED: Mutex<BTreeMap<String, (u64, StreamFigures)>> = Mutex::new(BTreeMa
 impl Capability for Streaming {
     fn is_enabled(&self) -> bool {
         Config::get().expert_stream.streams()
+    }
+
+    fn begins_later(&self) -> bool {
+        Config::get().expert_stream == ExpertStream::Needed
     }
 
     fn uses_routing(&self) -> bool {
@@ -437,6 +442,7 @@ fn start(model: &Arc<Model>) {
     match reader {
         Ok(reader) => {
             log::info!("streaming the routed experts of {path}");
+            finish_on_signals();
             let mapped = addresses(model, &reader);
             reader.set_margin(config.preference().unwrap_or(0.0));
             STREAMS.write().push(Stream {

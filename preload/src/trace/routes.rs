@@ -297,6 +297,7 @@ impl Queue {
         pending.experts.extend_from_slice(&rows.experts);
         pending.weights.extend_from_slice(&rows.weights);
         pending.items.push(Item::Rows(context as u32, rows.tokens));
+        EFFECT.note();
         let fills = pending.fills();
         drop(pending);
         if fills || WRITER.sleeps.load(Ordering::SeqCst) {
@@ -398,7 +399,6 @@ impl Output {
                     at = ids.end;
                     let weights = self.taken.weights.get(ids.clone());
                     let weights = weights.unwrap_or_default();
-                    EFFECT.note();
                     writer.rows(*context, &self.taken.experts[ids], weights)
                 }
                 (Item::Mark(text), writer) => {

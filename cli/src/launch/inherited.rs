@@ -1,0 +1,65 @@
+//! What this process was started with and has changed for itself: programs that it starts get it as it was.
+
+use std::mem::MaybeUninit;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+/// Whether SIGPIPE was ignored. Rust's runtime ignores it in any case, and gives children its default.
+static IGNORED_PIPE: AtomicBool = AtomicBool::new(false);
+/// Whether SIGCHLD was ignored: the kernel would keep no exit status for this process.
+static IGNORED_CHILD: AtomicBool = AtomicBool::new(false);
+/// The limit of open files.
+static OPEN_FILES: OnceLock<Rlimit> = OnceLock::new();
+
+/// Runs before `main` and before Rust's runtime.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static NOTE: extern "C" fn() = note;
+
+extern "C" fn note() {
+    IGNORED_PIPE.store(is_ignored(libc::SIGPIPE), Ordering::SeqCst);
+    if is_ignored(libc::SIGCHLD) {
+        IGNORED_CHILD.store(true, Ordering::SeqCst);
+        // SAFETY: no other thread runs yet.
+        unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
+    }
+}
+
+fn is_ignored(signal: libc::c_int) -> bool {
+    let mut found = MaybeUninit::<libc::sigaction>::zeroed();
+    // SAFETY: the call fills what it points to, or fails.
+    unsafe {
+        libc::sigaction(signal, std::ptr::null(), found.as_mut_ptr()) == 0
+            && found.assume_init().sa_sigaction == libc::SIG_IGN
+    }
+}
+
+/// Raises the limit of open files of this process: a model of more than 1,000 shards needs more than the usual limit.
+pub fn raise_open_files() {
+    let limit = *OPEN_FILES.get_or_init(|| getrlimit(Resource::Nofile));
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    // A failure shows when a file cannot be opened.
+    let _ = setrlimit(Resource::Nofile, raised);
+}
+
+/// Restores it in a child. Makes system calls only: may be called between fork and exec.
+pub fn restore() {
+    let ignored = [
+        (libc::SIGPIPE, &IGNORED_PIPE),
+        (libc::SIGCHLD, &IGNORED_CHILD),
+    ];
+    for (signal, is_ignored) in ignored {
+        if is_ignored.load(Ordering::SeqCst) {
+            // SAFETY: a system call that may be made between fork and exec.
+            unsafe { libc::signal(signal, libc::SIG_IGN) };
+        }
+    }
+    if let Some(limit) = OPEN_FILES.get() {
+        let _ = setrlimit(Resource::Nofile, limit.clone());
+    }
+}
