@@ -1695,6 +1695,24 @@ fn a_swap_of_the_file_reaches_the_running_host() {
     let (text, status) = command_line(&swap, "");
     assert!(status.success() && text.contains("8 swapped"), "{text}");
     assert_eq!(host.text(TOKENS), after);
+    // A program that cannot take the new file: the file stays.
+    let other = folder.path().join("other.gguf");
+    std::fs::copy(fixture("smollm2.gguf"), &other).expect("a copy");
+    let (name, nowhere) = (other.display().to_string(), format!("{socket}.none"));
+    for (socket, reason) in [(&nowhere, "cannot connect"), (&socket, "does not use")] {
+        let swap = [
+            "swap", &name, "--tensor", "blk.*", "--from", &from, "--reload", "-s", socket,
+        ];
+        let (text, status) = command_line(&swap, "");
+        assert!(
+            !status.success() && text.contains("nothing was changed"),
+            "{text}"
+        );
+        assert!(text.contains(reason), "{text}");
+        let is_same = std::fs::read(&other).expect("a file")
+            == std::fs::read(fixture("smollm2.gguf")).expect("a file");
+        assert!(is_same, "{text}");
+    }
     let (text, status) = command_line(&["undo", &path, "-s", &socket], "");
     assert!(status.success() && text.contains("8 returned"), "{text}");
     assert_eq!(host.text(TOKENS), before);

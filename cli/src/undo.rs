@@ -109,8 +109,7 @@ fn of_program(options: &UndoOptions) -> Result<()> {
     if let Some(next) = next {
         println!("{next}");
     }
-    let swaps = |of: &Step| matches!(of.request, Request::Swap { .. } | Request::Revert);
-    if !options.dry_run && steps.iter().any(swaps) {
+    if !options.dry_run && steps.iter().any(|of| of.request != Request::Unfreeze) {
         println!("{}", control::CACHED);
     }
     failed
@@ -218,7 +217,7 @@ fn frozen(status: &Status, steps: &[Step], socket: &Path) -> Option<String> {
     let file = quoted(model.files.first()?.as_ref());
     let socket = quoted(socket.as_os_str());
     stays.then(|| {
-        format!("reloads stay frozen: a file of the model is another one than at the start. If 'swap' changed it, return it and reload: llama-sidecar undo {file} -s {socket}\nto use files as they are: llama-sidecar ctl unfreeze")
+        format!("reloads are frozen after 'undo': a file of the model is another one than at the start. If 'swap' changed it, return it and reload: llama-sidecar undo {file} -s {socket}\nto use files as they are: llama-sidecar ctl unfreeze")
     })
 }
 

@@ -30,7 +30,7 @@ use crate::sizes::time;
 use crate::words::quoted;
 
 /// What a swap does not change.
-pub const CACHED: &str = "note: a cached prompt keeps the keys and values of the weights before: send \"cache_prompt\": false, or empty the slots of llama-server with 'ctl reload --server URL'";
+pub const CACHED: &str = "note: a cached prompt keeps the keys and values of before the change: send \"cache_prompt\": false, or empty the slots of llama-server with 'ctl reload --server URL'";
 /// How long a request is repeated while other clients have all connections.
 const PATIENCE: Duration = Duration::from_secs(30);
 const BUSY_PAUSE: Duration = Duration::from_millis(20);
@@ -101,9 +101,14 @@ pub fn change(at: &Control, request: &Request, undo: &str) -> Result<()> {
     if at.json {
         return Ok(());
     }
-    say_undo(&socket, undo)?;
+    // What is removed is not known any more.
+    if !matches!(request, Request::Mask { masks, clear: true } if masks.is_empty()) {
+        say_undo(&socket, undo)?;
+    }
     match request {
-        Request::Swap { .. } => Ok(writeln!(stdout(), "{CACHED}")?),
+        Request::Swap { .. } | Request::Mask { .. } | Request::Prefer { .. } => {
+            Ok(writeln!(stdout(), "{CACHED}")?)
+        }
         _ => Ok(()),
     }
 }
@@ -212,13 +217,8 @@ pub fn reload(at: &Control, server: &ServerOptions) -> Result<bool> {
     let mut answer = ask(socket, &Request::Reload, at.limit)?;
     let mut erased = None;
     if let Some(server) = &server {
-        // An earlier reload, by polling, may have switched tensors. As long as nothing was
-        // ever switched, nothing cached comes from other weights.
-        let status: Status = parsed(&ask(socket, &Request::Status, at.limit)?)?;
-        let result = match status.generation {
-            0 => Ok(0),
-            _ => server.erase(),
-        };
+        // Also if this reload changed nothing: an earlier one may have, by polling, or a mask.
+        let result = server.erase();
         if let Ok(count) = result {
             answer["slots_erased"] = count.into();
         }

@@ -419,7 +419,7 @@ impl Prepared {
                 let lines = [format!("the drop-in did nothing: {obstacle}")].into_iter();
                 lines.chain(misplaced).collect()
             }
-            None => summary(&self.config, events),
+            None => summary(&self.config, events, status),
         }
     }
 }
@@ -508,7 +508,7 @@ fn journal(quiet: bool) -> Option<Journal> {
 }
 
 /// Returns the lines about what the drop-in did.
-fn summary(config: &Config, events: &Events) -> Vec<String> {
+fn summary(config: &Config, events: &Events, status: ExitStatus) -> Vec<String> {
     let models = events.models().join(", ");
     let mut total = Totals::default();
     let mut failures = Vec::new();
@@ -578,7 +578,9 @@ fn summary(config: &Config, events: &Events) -> Vec<String> {
         }
     }
     let mut lines = vec![match total.ends {
-        0 => format!("{models}: the process ended before it could write a summary"),
+        0 => {
+            format!("{models}: the process ended before it could count its evaluations ({status})")
+        }
         _ if !config.hotswap => format!("{} evaluations of {models}", total.evaluations),
         _ => format!(
             "{} evaluations of {models}; reloads: {}, with {} tensors swapped, {} returned, {} refused; {} tensors differ from the loaded model at the end; longest pause {} us",

@@ -257,10 +257,16 @@ fn unseen(traced: &TraceReport) -> Option<String> {
         .flat_map(|layer| &layer.experts)
         .filter(|count| **count == 0)
         .count();
-    Some(format!(
-        "Layers with fewer tokens than others: {}, {least} of {most} at least. A program computes its last layer only for tokens whose output it needs. {never} of the experts that were never used are there: before you prune them, trace a program that needs every output, such as llama-imatrix.",
+    let mut text = format!(
+        "Layers with fewer tokens than others: {}, {least} of {most} at least. A program computes its last layer only for tokens whose output it needs.",
         numbers.join(", ")
-    ))
+    );
+    if never > 0 {
+        text += &format!(
+            " {never} of the experts that were never used are there: before you prune them, trace a program that needs every output, such as llama-imatrix."
+        );
+    }
+    Some(text)
 }
 
 /// Returns figures and a heat map for a terminal.

@@ -8,10 +8,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use regex::Regex;
+use sidecar_core::error::Error;
 use sidecar_core::gguf::{
     Access, GgufFile, NamePattern, TensorInfo, group, has_tensor, open_model,
 };
-use sidecar_core::protocol::{Request, Status};
+use sidecar_core::protocol::{ModelReload, Reloads, Request, Status};
 use sidecar_core::reload::{LoadedModel, check_tensor};
 use sidecar_core::text;
 
@@ -254,6 +255,9 @@ pub fn run(mut options: SwapOptions) -> Result<()> {
             }),
         );
     };
+    if options.reload && !options.dry_run {
+        check_program(&options.at, model).context("nothing was changed")?;
+    }
     let job = Job {
         model,
         tensor: Some(&source.tensor),
@@ -266,10 +270,48 @@ pub fn run(mut options: SwapOptions) -> Result<()> {
     }
     let undo = format!("undo {}", quoted(model.as_os_str()));
     if options.reload {
-        control::reload(&options.at, &server::ServerOptions::default())?;
-        return control::say_undo(&options.at.socket()?, &undo);
+        control::reload(&options.at, &server::ServerOptions::default()).with_context(|| {
+            format!("the file is changed (undo it with: llama-sidecar {undo}), and the program does not use all of it")
+        })?;
+        control::say_undo(&options.at.socket()?, &undo)?;
+        println!("{}", control::CACHED);
+        return Ok(());
     }
     println!("done; undo it with: llama-sidecar {undo}");
+    Ok(())
+}
+
+/// Fails unless a program reloads files, and uses this model. Its path may be another one there.
+fn check_program(at: &Control, model: &Path) -> Result<()> {
+    let socket = at.socket()?;
+    let reloads: Reloads = control::parsed(&control::ask(&socket, &Request::Reload, at.limit)?)?;
+    let off = Error::HotSwapOff.to_string();
+    for reload in &reloads.reports {
+        // Other failures may be those that this swap mends.
+        if let ModelReload::Failed { error, .. } = reload
+            && *error == off
+        {
+            bail!("{off}");
+        }
+    }
+    let status: Status = control::parsed(&control::ask(&socket, &Request::Status, at.limit)?)?;
+    let models = status.models.iter().flat_map(|model| &model.files);
+    let used: Vec<PathBuf> = models.map(|path| text::path_of(path)).collect();
+    let files = open_model(model, Access::Read)?;
+    let is_used = files.iter().map(|file| file.source.path()).any(|file| {
+        let is_same = |path: &PathBuf| {
+            let real = file.canonicalize().ok();
+            path.file_name() == file.file_name()
+                || real.is_some() && real == path.canonicalize().ok()
+        };
+        used.iter().any(is_same)
+    });
+    ensure!(
+        is_used,
+        "the program at {} does not use {}",
+        text::path(&socket),
+        text::path(model)
+    );
     Ok(())
 }
 

@@ -299,7 +299,7 @@ impl Metric {
         "blocked_seconds",
         Kind::Gauge,
         &["model"],
-        "Time since reloads of a model began to fail; 0 when the last one succeeded.",
+        "Time since reloads of a model began to fail; 0 when the last one succeeded. Files that are ignored do not count here, but in the failures.",
     );
     pub const LOADED: Metric = Metric::new(
         "loaded_bytes",

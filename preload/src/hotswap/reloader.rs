@@ -31,7 +31,7 @@ use crate::program::{barrier, sched};
 static FROZEN: AtomicBool = AtomicBool::new(false);
 /// Why a frozen reload fails.
 const FROZEN_REASON: &str =
-    "reloads are frozen since 'ctl freeze': run 'llama-sidecar ctl unfreeze' first";
+    "reloads are frozen since 'undo' or 'ctl freeze': run 'llama-sidecar ctl unfreeze' first";
 /// Held while a model is reloaded; the end of the process waits for it.
 static RELOADING: Mutex<()> = Mutex::new(());
 

@@ -239,7 +239,11 @@ impl Model {
         let mut types: Vec<(*mut BufferType, u64)> = Vec::new();
         for tensor in &self.tensors {
             let bytes = self.info(tensor).nbytes;
-            for buft in tensor.instances.iter().map(|of| of.original_buffer_type.0) {
+            // Input and output can be two structs of the same bytes.
+            let mut places = BTreeSet::new();
+            let copies = tensor.instances.iter();
+            let copies = copies.filter(|of| places.insert(of.original.data as usize));
+            for buft in copies.map(|of| of.original_buffer_type.0) {
                 match types.iter_mut().find(|(known, _)| *known == buft) {
                     Some((_, sum)) => *sum += bytes,
                     None => types.push((buft, bytes)),

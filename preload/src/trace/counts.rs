@@ -309,7 +309,7 @@ impl Capability for ExpertTrace {
             .map(|layers| EFFECT.report(summary::uncounted(&layers), false))
             .collect();
         let is_empty = |trace: &Arc<ModelTrace>| trace.counters.snapshot().activations() == 0;
-        if missing.is_empty() && traces.iter().all(is_empty) {
+        if missing.is_empty() && !EFFECT.is_seen() && traces.iter().all(is_empty) {
             let sentence = "nothing was counted: no evaluation has ended besides warm-ups; let the program generate a token";
             return vec![EFFECT.report(sentence.into(), true)];
         }
@@ -648,6 +648,9 @@ impl ModelTrace {
     }
 
     fn reset(&self) {
+        if self.counters.snapshot().activations() > 0 {
+            EFFECT.note();
+        }
         self.counters.reset();
         self.is_changed.store(true, Ordering::Relaxed);
         self.left_out.store(0, Ordering::Relaxed);
