@@ -27,12 +27,12 @@ const CRATES: [&str; 9] = [
 const MOST_LINES: [(&str, usize); 9] = [
     ("core", 21_050),
     ("src", 11_700),
-    ("preload", 26_350),
-    ("cli", 27_050),
+    ("preload", 26_400),
+    ("cli", 27_800),
     ("xtask", 10_600),
     ("testkit", 4_700),
     ("ggml-quantize", 600),
-    ("tests", 31_950),
+    ("tests", 32_100),
     ("benches", 3_850),
 ];
 

@@ -24,7 +24,7 @@ use crate::postfetch::PostFetch;
 use crate::postfetch::page_lock::PageLock;
 use crate::process::{journal, signals};
 use crate::profile::AtLoad;
-use crate::program::capability::Capability;
+use crate::program::capability::{Capability, begin, set_begin};
 use crate::program::models::Model;
 use crate::program::{barrier, sched};
 use crate::rounds::Rounds;
@@ -141,14 +141,23 @@ fn start() {
             Some(after_fork_in_child),
         );
     }
-    signals::set_finish(finish);
+    set_begin(begin_shared);
     for capability in CAPABILITIES.iter().filter(|of| of.is_enabled()) {
         capability.start();
         if !capability.begins_later() {
-            signals::finish_on_signals();
+            begin();
         }
     }
-    if let Some(path) = &Config::get().control {
+    if Config::get().control.is_some() {
+        begin();
+    }
+}
+
+/// Starts the threads that all capabilities share.
+fn begin_shared() {
+    signals::finish_on_signals(finish);
+    let config = Config::get();
+    if let Some(path) = config.control.as_ref().or(config.stream_socket.as_ref()) {
         control::start(&path.now(), no_effect);
     }
 }

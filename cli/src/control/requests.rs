@@ -449,6 +449,10 @@ fn connect(socket: &Path, request: &Request, time: Option<Duration>) -> Result<U
                 None => "its folder belongs to others: run this command as the user of the program"
                     .into(),
             },
+            ErrorKind::ConnectionRefused => {
+                "the program that made this socket has ended without removing it: start it again"
+                    .into()
+            }
             ErrorKind::WouldBlock => {
                 "the program is stopped, or too many clients wait: try again".into()
             }

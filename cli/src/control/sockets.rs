@@ -23,7 +23,7 @@ const MORE_DIGITS: usize = 5;
 pub fn none() -> &'static str {
     match folder() {
         Some(_) => {
-            "no program is found: pass the path of its socket (--socket), or start it with 'llama-sidecar run', which makes one in $XDG_RUNTIME_DIR/llama-sidecar where hot-swap, masks, rounds or a trace is on; it appears after the first evaluation"
+            "no program is found: pass the path of its socket (--socket), or start it with 'llama-sidecar run', which makes one in $XDG_RUNTIME_DIR/llama-sidecar where hot-swap, masks, rounds, a trace or streaming is on; it appears after the first evaluation"
         }
         None => {
             "no program is found: XDG_RUNTIME_DIR is not set, so that 'llama-sidecar run' makes no socket by itself: pass a path (--socket) to 'run' and to this command"

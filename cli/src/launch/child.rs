@@ -262,7 +262,7 @@ pub fn cause(errors: &str) -> Option<&str> {
     let mut lines = errors.lines().filter(|line| !line.trim().is_empty());
     let reports = |line: &&str| {
         let line = line.to_lowercase();
-        ["error", "failed", "cannot", "no such"]
+        ["error", "failed", "cannot", "couldn't", "no such"]
             .iter()
             .any(|word| line.contains(word))
     };

@@ -60,6 +60,6 @@ pub fn restore() {
         }
     }
     if let Some(limit) = OPEN_FILES.get() {
-        let _ = setrlimit(Resource::Nofile, limit.clone());
+        let _ = setrlimit(Resource::Nofile, *limit);
     }
 }

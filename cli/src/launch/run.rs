@@ -67,6 +67,9 @@ const COMPARE: &str =
 /// The variable for experts from disk.
 const STREAM: &str = "LLAMA_EXPERT_STREAM";
 
+/// The variable for the socket of a program of which nothing is on but streaming where it is needed.
+const STREAM_SOCKET: &str = "LLAMA_SIDECAR_STREAM_SOCKET";
+
 /// The variable for the control socket.
 const CONTROL: &str = "LLAMA_SIDECAR_CONTROL";
 
@@ -265,7 +268,9 @@ impl RunOptions {
             let text = error.to_string();
             anyhow!("{}", text.lines().next().unwrap_or_default())
         })?;
-        let options = parsed.options;
+        let mut options = parsed.options;
+        // What is measured has these flags alone.
+        options.none = true;
         ensure!(
             options.command == command
                 && !options.dry_run
@@ -650,9 +655,12 @@ fn variables(options: &RunOptions, preload: &Path) -> Vec<Setting> {
     all.extend(options.settings.0.iter().cloned());
     all.extend(options.set.iter().cloned());
     let parse = |all: &[Setting]| Config::parse(|name| value_of(all, name));
-    let is_left = !options.none && !is_ours(&options.command[0]) && !parse(&all).is_used();
-    if is_left && value_of(&all, STREAM).is_none() {
-        all.extend(defaults(options));
+    if !options.none && !is_ours(&options.command[0]) && value_of(&all, STREAM).is_none() {
+        match parse(&all).is_used() {
+            false => all.extend(defaults(options)),
+            // Whatever else is on: a model that fits into memory is loaded and evaluated as without it.
+            true => all.push((STREAM, "needed".into())),
+        }
     }
     let config = parse(&all);
     let is_controlled = config.hotswap
@@ -660,11 +668,16 @@ fn variables(options: &RunOptions, preload: &Path) -> Vec<Setting> {
         || config.rounds
         || config.expert_masks
         || matches!(config.expert_stream, ExpertStream::Auto | ExpertStream::On);
-    if is_controlled
+    if (is_controlled || config.expert_stream.streams())
         && value_of(&all, CONTROL).is_none()
         && let Some(socket) = sockets::path_for(Path::new(&options.command[0]))
     {
-        all.push((CONTROL, socket.into()));
+        let name = if is_controlled {
+            CONTROL
+        } else {
+            STREAM_SOCKET
+        };
+        all.push((name, socket.into()));
     }
     if config.program_postfetch.page_lock {
         // Without it, ggml's CUDA backend refuses to lock memory.

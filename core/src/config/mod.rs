@@ -133,6 +133,7 @@ impl Config {
             control_file,
             status_file: values.own_path("LLAMA_HOTSWAP_STATUS_FILE"),
             control: values.own_path("LLAMA_SIDECAR_CONTROL"),
+            stream_socket: values.own_path("LLAMA_SIDECAR_STREAM_SOCKET"),
             trace_summary: values.switch("LLAMA_EXPERT_TRACE_STATS")
                 || trace_per_layer && values.set("LLAMA_EXPERT_TRACE_STATS").is_none(),
             trace_names: values.switch("LLAMA_EXPERT_TRACE_NAMES"),

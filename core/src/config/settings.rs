@@ -171,6 +171,8 @@ pub struct Config {
     pub status_file: Option<OwnPath>,
     /// `LLAMA_SIDECAR_CONTROL`.
     pub control: Option<OwnPath>,
+    /// `LLAMA_SIDECAR_STREAM_SOCKET`.
+    pub stream_socket: Option<OwnPath>,
     /// `LLAMA_EXPERT_TRACE_STATS`; on also with [`Config::trace_per_layer`].
     pub trace_summary: bool,
     /// `LLAMA_EXPERT_TRACE_NAMES`.

@@ -372,11 +372,12 @@ fn other(variable: &Variable) -> &'static str {
 #[test]
 fn a_variable_that_turns_nothing_on_is_reported() {
     // They turn something off, or concern messages.
-    const ALONE: [&str; 5] = [
+    const ALONE: [&str; 6] = [
         "LLAMA_POSTFETCH_FORCE_CPU",
         "LLAMA_POSTFETCH_USE_DEDICATED_STREAMS",
         "LLAMA_SIDECAR_JOURNAL",
         "LLAMA_SIDECAR_LOG",
+        "LLAMA_SIDECAR_STREAM_SOCKET",
         "LLAMA_POSTFETCH_ENABLE",
     ];
     for variable in VARIABLES {

@@ -401,6 +401,13 @@ pub static VARIABLES: &[Variable] = &[
         flag: None,
     },
     Variable {
+        name: "LLAMA_SIDECAR_STREAM_SOCKET",
+        default: Described("none"),
+        kind: Path,
+        help: "drop-in: control socket that appears once experts are streamed, if `LLAMA_SIDECAR_CONTROL` is not set; `run` sets it",
+        flag: None,
+    },
+    Variable {
         name: "LLAMA_SIDECAR_PROFILE",
         default: Described("none"),
         kind: Path,

@@ -4,7 +4,6 @@
 //! themselves (servers), or ignore it, are not changed.
 
 use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
-use std::sync::{Once, OnceLock};
 
 use crate::process::thread;
 
@@ -19,25 +18,8 @@ static SIGNAL: AtomicI32 = AtomicI32::new(0);
 /// The process of the thread. A forked child has the handler and not the thread.
 static PROCESS: AtomicI32 = AtomicI32::new(0);
 
-/// What [`finish_on_signals`] runs.
-static FINISH: OnceLock<fn()> = OnceLock::new();
-/// Makes the thread once.
-static START: Once = Once::new();
-
-/// Sets what is to be finished before a signal ends the process.
-pub fn set_finish(finish: fn()) {
-    let _ = FINISH.set(finish);
-}
-
-/// Finishes when one of [`SIGNALS`] is about to end the process. Starts a thread, so that it is only called once there is
-/// something to finish: some programs enter a sandbox later, which processes with threads cannot.
-pub fn finish_on_signals() {
-    if let Some(finish) = FINISH.get() {
-        START.call_once(|| watch(*finish));
-    }
-}
-
-fn watch(finish: fn()) {
+/// Runs `finish` when one of [`SIGNALS`] is about to end the process.
+pub fn finish_on_signals(finish: fn()) {
     let fatal: Vec<_> = SIGNALS
         .into_iter()
         .filter(|signal| action(*signal) == Some(libc::SIG_DFL))

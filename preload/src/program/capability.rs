@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Once, OnceLock};
 
 use parking_lot::Mutex;
 use sidecar_core::config::Config;
@@ -19,6 +19,28 @@ use crate::program::routing::Routed;
 use crate::program::sched::{Allocated, Scheduler};
 use crate::program::weight_copies::WeightCopy;
 
+/// What starts once there is something to do, whether there is, and what starts it.
+static BEGIN: OnceLock<fn()> = OnceLock::new();
+static IS_NEEDED: AtomicBool = AtomicBool::new(false);
+static HAS_BEGUN: Once = Once::new();
+
+/// Sets what [`begin`] calls, and calls it if that was called before.
+pub fn set_begin(call: fn()) {
+    let _ = BEGIN.set(call);
+    if IS_NEEDED.load(Ordering::SeqCst) {
+        begin();
+    }
+}
+
+/// Starts the threads that all capabilities share, once. Some programs enter a sandbox after the first evaluation, which a
+/// process with threads cannot: where nothing is to be done, there is none.
+pub fn begin() {
+    IS_NEEDED.store(true, Ordering::SeqCst);
+    if let Some(call) = BEGIN.get() {
+        HAS_BEGUN.call_once(call);
+    }
+}
+
 /// A capability of the drop-in, like hot-swap or the expert trace.
 ///
 /// Its methods run on the thread of the program that makes the call which is reported, and
@@ -28,7 +50,7 @@ pub trait Capability: Sync {
     /// Whether the environment enables it.
     fn is_enabled(&self) -> bool;
 
-    /// Whether there may be nothing for it to do after [`Capability::start`] either. Else a thread waits for signals from then on.
+    /// Whether there may be nothing for it to do after [`Capability::start`] either: it calls [`begin`] when there is.
     fn begins_later(&self) -> bool {
         false
     }

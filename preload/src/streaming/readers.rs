@@ -22,9 +22,8 @@ use sidecar_core::trace::{self, Ids};
 use crate::ggml::Ggml;
 use crate::process::journal;
 use crate::process::maps::Maps;
-use crate::process::signals::finish_on_signals;
 use crate::program::barrier::ModelSet;
-use crate::program::capability::{Capability, Effect};
+use crate::program::capability::{Capability, Effect, begin};
 use crate::program::graph::Context;
 use crate::program::models::{Instance, Model};
 use crate::program::routing::{self, Ranked, Routed};
@@ -442,7 +441,7 @@ fn start(model: &Arc<Model>) {
     match reader {
         Ok(reader) => {
             log::info!("streaming the routed experts of {path}");
-            finish_on_signals();
+            begin();
             let mapped = addresses(model, &reader);
             reader.set_margin(config.preference().unwrap_or(0.0));
             STREAMS.write().push(Stream {
