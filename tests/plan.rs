@@ -155,7 +155,7 @@ fn a_command_that_does_not_run_is_left_out_with_the_reason() {
     );
 
     let (text, log, _) = ended(&mut plan(&fails("-t 1000")));
-    assert!(text.contains("The command that was typed does not run here: the program ended (exit status: 1); it printed: error: no memory"), "{text}{log}");
+    assert!(text.contains("The command that was typed has no figures: the program ended (exit status: 1); it printed: error: no memory"), "{text}{log}");
     assert!(
         text.lines()
             .nth(5)

@@ -158,6 +158,9 @@ impl Report {
             None if self.stopped.is_some() && self.stock.runs.is_empty() => {
                 "Nothing was measured.".into()
             }
+            None if self.ways.iter().any(|way| way.may_differ(stock)) => {
+                "Not known yet: pass a longer --time, or leave the machine to the program.".into()
+            }
             None if self.ways.iter().any(|way| !way.runs.is_empty()) => {
                 "Leave it: nothing here makes this program faster.".into()
             }
@@ -192,7 +195,7 @@ impl Report {
             "answer t/s",
             "",
             "work",
-            "memory",
+            "memory with mapped pages",
             "read",
             "rounds",
             "logits",

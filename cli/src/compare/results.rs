@@ -10,6 +10,8 @@ const QUANTILES: [f64; 20] = [
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
     2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
 ];
+/// The error from which on nothing is known about a difference.
+const LARGE_ERROR: f64 = 0.1;
 /// Runs of each way before a difference is known.
 pub const LEAST_ROUNDS: usize = 3;
 
@@ -208,6 +210,14 @@ impl Way {
         }
     }
 
+    /// Whether its runs are too few, or too different, to know anything.
+    pub fn may_differ(&self, stock: &Way) -> bool {
+        let work = self.difference(stock).work;
+        self.verdict(stock) == Verdict::Unclear
+            && !self.runs.is_empty()
+            && work.is_none_or(|work| work.error > LARGE_ERROR)
+    }
+
     /// Returns the verdict in a sentence.
     pub fn sentence(&self, stock: &Way) -> String {
         let name = self.name();
@@ -244,6 +254,9 @@ impl Way {
             }
             Verdict::Leave => format!("leave {name}: the program is slower with it ({figures})"),
             Verdict::Unclear if rounds == 0 => format!("leave {name}: it was not measured"),
+            Verdict::Unclear if self.may_differ(stock) => format!(
+                "{name} may be faster or slower, {rounds} rounds do not show it: pass a longer --time ({figures}){logits}"
+            ),
             Verdict::Unclear => {
                 format!("leave {name}: {rounds} rounds show no difference ({figures}){logits}")
             }

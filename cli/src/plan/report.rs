@@ -186,7 +186,7 @@ impl Plan {
                     .as_deref()
                     .unwrap_or("it has no figures");
                 format!(
-                    "The command that was typed does not run here: {}",
+                    "The command that was typed has no figures: {}",
                     text::line(why)
                 )
             }

@@ -220,18 +220,39 @@ pub fn measure(
     typed_threads: (u32, u32),
 ) -> Result<Results> {
     let deadline = Instant::now() + time;
+    // The others need time, too: where too little memory makes it slow, they show what helps.
+    let others = candidates.len() > 1;
+    let typed = &mut candidates[0].program;
+    if others {
+        typed.longest = typed.longest.min((time / 3).max(MARGIN));
+    }
+    let most = typed.longest;
     // Its file may have to be read from the disk first: this run counts only if there is no later one.
     progress(&format!(
-        "command 1, as it was typed: {}",
+        "command 1, as it was typed, for {} s at most: {}",
+        most.as_secs(),
         candidates[0].command
     ));
+    let began = Instant::now();
     let mut longest = time;
     let first = match candidates[0].program.first_run(true, false) {
         Ok(run) => {
             longest = LONGER * Duration::from_secs_f64(run.seconds) + MARGIN;
             Some(measured(&run, None).context(NO_SPEEDS)?)
         }
-        Err(error) if error.is::<Interrupted>() => return Err(error),
+        Err(error) if error.is::<Interrupted>() => {
+            progress("nothing was measured");
+            return Err(error);
+        }
+        Err(_) if others && began.elapsed() >= most => {
+            let why = format!(
+                "it takes more than {} s: pass a longer --time to compare it",
+                most.as_secs()
+            );
+            progress(&why);
+            candidates[0].obstacle = Some(why);
+            None
+        }
         Err(error) => {
             candidates[0].obstacle = Some(format!("{error:#}"));
             progress(&format!("it does not run: {error:#}"));

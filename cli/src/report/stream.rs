@@ -178,6 +178,12 @@ impl Sizes {
     /// `None` when nothing is read from it, or it is not known how much.
     fn bound(&self, share: f64, of_rest: u64, disk: &Disk) -> Option<String> {
         let missing = self.token_bytes * (1.0 - share) + of_rest as f64;
+        if of_rest > 0 {
+            return Some(format!(
+                "less than {:.2} tokens/s: page faults read parts of the rest again, one at a time",
+                disk.one.median() / missing
+            ));
+        }
         (missing > 0.0).then(|| {
             format!(
                 "the disk limits the program to {:.2} tokens/s with {DEPTH} reads at a time, {:.2} with one at a time, if all experts are used equally often",
