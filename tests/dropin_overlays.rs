@@ -277,7 +277,7 @@ fn tensors_are_quantised_by_the_library_of_the_program() {
             "q8_0",
             "llama-quantize quantises no tensor that matches 'output_norm.*': 'output_norm.weight' has one dimension",
         ),
-        (changed.as_str(), "q9_9", "neither a type of ggml"),
+        (changed.as_str(), "q9_9", "is no type of ggml"),
     ] {
         let (succeeded, errors) = quantised(tensor, ty);
         assert!(!succeeded && errors.contains(expected), "{errors}");

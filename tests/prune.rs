@@ -656,3 +656,72 @@ fn a_layer_that_predicts_further_tokens_loses_as_many_experts() {
     };
     assert_eq!(answer(&["--spec-type", "draft-mtp"]), answer(&[]));
 }
+
+/// Experts and types are chosen together; an interrupted command continues; a model that is ruined is not kept.
+#[test]
+fn a_model_is_as_small_as_requested_and_its_cost_is_stated() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name);
+    std::fs::copy(fixture("small-moe.gguf"), path("model.gguf")).expect("a copy");
+    let out = path("small.gguf");
+    let shrink = |size: &str| {
+        let output = out.to_str().expect("a name");
+        let texts = [
+            "--text", TEXT, "--check", TEXT, "--chunks", "4", "--types", "q4_0",
+        ];
+        let goal = ["--json", "--size", size, "-o", output];
+        let mut command = measuring(
+            &["shrink"],
+            &path("model.gguf"),
+            &[&texts[..], &goal].concat(),
+        );
+        command.env("TMPDIR", folder.path());
+        command
+    };
+    let ended = interrupted(&mut shrink("45M"), "3 of ");
+    let printed = String::from_utf8_lossy(&ended.stderr).into_owned();
+    assert!(
+        printed.contains("run the same command again to continue"),
+        "{printed}"
+    );
+    assert!(!out.exists());
+
+    let output = shrink("45M").output().expect("it starts");
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{printed}");
+    // What was measured is not measured again.
+    assert!(!printed.contains(" 1 of "), "{printed}");
+    let found: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let models = found["models"].as_array().expect("models");
+    let model = |what: &str| models.iter().find(|of| of["what"] == what).expect(what);
+    let (before, new) = (model("as it is"), model("the new model"));
+    let bytes = out.metadata().expect("a model").len();
+    assert!(bytes <= 45 << 20, "{bytes}");
+    assert_eq!(new["bytes"], bytes);
+    // Experts cost less than bits in this mixture: it was chosen so.
+    assert!(
+        new["experts"].as_u64() < before["experts"].as_u64(),
+        "{new}"
+    );
+    let kld = |of: &Value| of["text"]["kld"]["mean"].as_f64().expect("a number");
+    assert!(kld(new) < kld(model("all as q4_0")), "{models:?}");
+    // The same text twice: what masks predict, the new file has, but for rounding.
+    let [masked, written] = ["text", "check"].map(|of| new[of]["ppl"]["mean"].as_f64());
+    let (masked, written) = (masked.expect("a number"), written.expect("a number"));
+    assert!((written / masked - 1.0).abs() < 0.05, "{new}");
+    let sentences = found["sentences"].as_array().expect("sentences");
+    assert_eq!(sentences.len(), 2, "{sentences:?}");
+    let left: Vec<String> = names(folder.path())
+        .into_iter()
+        .filter(|name| name.contains("llama-sidecar"))
+        .collect();
+    assert_eq!(left, [""; 0]);
+
+    std::fs::remove_file(&out).expect("a model");
+    let too_small = shrink("1M").output().expect("it starts");
+    let printed = String::from_utf8_lossy(&too_small.stderr).into_owned();
+    assert!(
+        printed.contains("no mix of these types is as small as the limit"),
+        "{printed}"
+    );
+}

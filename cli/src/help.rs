@@ -29,8 +29,8 @@ const PURPOSES: [(&str, &[&str], &str); 5] = [
     ),
     (
         "Make a model smaller",
-        &["tune", "prune"],
-        "tune model.gguf --types q6_K,q4_K --text sample.txt --size 5G",
+        &["shrink", "tune", "prune"],
+        "shrink model.gguf --size 5G --text sample.txt -o small.gguf",
     ),
     (
         "Look into a model, or control a program",
@@ -125,11 +125,17 @@ fn point_to_others(error: &mut clap::Error, all: &Command) {
         return;
     };
     let name = typed.trim_start_matches('-').to_owned();
-    let names: Vec<_> = all
+    let has =
+        |of: &&Command| !of.is_hide_set() && of.get_opts().any(|of| of.get_long() == Some(&name));
+    let shown = |of: &Command| format!("'{} {}'", all.get_name(), of.get_name());
+    let mut names: Vec<_> = all.get_subcommands().filter(has).map(shown).collect();
+    if all
         .get_subcommands()
-        .filter(|of| !of.is_hide_set() && of.get_opts().any(|of| of.get_long() == Some(&name)))
-        .map(|of| format!("'{} {}'", all.get_name(), of.get_name()))
-        .collect();
+        .flat_map(Command::get_subcommands)
+        .any(|of| has(&of))
+    {
+        names.push(format!("'{} ctl'", all.get_name()));
+    }
     // In place of the advice to pass the option as a value.
     let tips = match names.is_empty() {
         true => ContextValue::None,

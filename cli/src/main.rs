@@ -10,6 +10,7 @@
 //! | [`undo`], [`profile`] | what was changed, in a program or in files, is returned, or kept for the next start |
 //! | [`ask`] | answers of a running server, before and after a change |
 //! | [`swap`] | tensors from one model's files to another's or to a running program, and back |
+//! | [`shrink`] | a smaller model whose cost is known |
 //! | [`prune`] | what a mixture of experts can do without |
 //! | [`margins`] | what it costs and gains to prefer experts in memory |
 //! | [`plan`] | what to type for a model on this machine |
@@ -62,6 +63,7 @@ mod profile;
 mod prune;
 mod pruned;
 mod report;
+mod shrink;
 mod sizes;
 mod space;
 mod swap;
@@ -172,6 +174,11 @@ enum Command {
     /// Also what a cache of experts would hit (--memory), which experts to keep in fast memory
     /// (--pin), and the counts in formats of other programs (--format).
     Report(report::ReportOptions),
+    /// Make a model as small as a size, and state what it costs.
+    ///
+    /// Measures which experts contribute least and which tensors tolerate fewer bits, as 'prune' and 'tune' do, chooses
+    /// both together, measures the new model, and writes it. An interrupted command continues where it was.
+    Shrink(Box<shrink::ShrinkOptions>),
     /// Measure which tensors tolerate fewer bits, and choose types for a size.
     ///
     /// Starts llama-perplexity once, with the drop-in. For each group of tensors and each type, the
@@ -344,6 +351,7 @@ fn main() -> ExitCode {
         Command::Trace { at, reset: true } => control::run(&at, &Request::TraceReset),
         Command::Trace { at, reset: false } => control::run(&at, &Request::Trace),
         Command::Report(options) => report::run(&options),
+        Command::Shrink(options) => shrink::run(&options),
         Command::Tune(options) => tune::run(&options),
         Command::Prune(options) => prune::run(&options),
         Command::Inspect {

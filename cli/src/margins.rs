@@ -15,6 +15,7 @@ use sidecar_core::text;
 use crate::evaluation::program::{EvaluationOptions, NO_VARIABLES};
 use crate::evaluation::session::Session;
 use crate::evaluation::statistics::Statistics;
+use crate::interruption;
 use crate::output::{Outputs, progress};
 use crate::page;
 use crate::pruned::of_experts;
@@ -182,6 +183,7 @@ pub fn run(options: &MarginsOptions) -> Result<()> {
     let memory = memory.map(|mib| ("LLAMA_EXPERT_STREAM_MEMORY_MB", mib.to_string()));
     program.variables.extend(memory);
     let chunks = options.evaluation.chunks.or(Some(CHUNKS));
+    interruption::watch()?;
     let mut session = Session::new(
         program,
         (&options.model, &model),

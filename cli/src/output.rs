@@ -28,6 +28,11 @@ pub struct Outputs {
 }
 
 impl Outputs {
+    /// Returns them as options of another command.
+    pub fn words(self) -> impl Iterator<Item = &'static str> {
+        self.force.then_some("--force").into_iter()
+    }
+
     fn replace(self) -> Replace {
         match self.force {
             true => Replace::Any,

@@ -25,7 +25,7 @@ pub struct Base {
     /// Tokens of a chunk. The second half of them is evaluated.
     pub context: u32,
     vocabulary: u32,
-    chunks: u32,
+    pub chunks: u32,
 }
 
 impl Base {

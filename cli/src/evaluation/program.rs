@@ -67,6 +67,22 @@ pub struct EvaluationOptions {
 }
 
 impl EvaluationOptions {
+    /// Returns them as the last options of another command.
+    pub fn words(&self) -> Vec<OsString> {
+        let mut words: Vec<OsString> = vec!["--ctx".into(), self.ctx.to_string().into()];
+        words.extend(["--program".into(), self.program.clone()]);
+        for (name, number) in [("--chunks", self.chunks), ("--threads", self.threads)] {
+            words.extend(
+                number
+                    .into_iter()
+                    .flat_map(|of| [name.into(), of.to_string().into()]),
+            );
+        }
+        words.push("--".into());
+        words.extend(self.arguments.iter().map(OsString::from));
+        words
+    }
+
     /// Returns whether the program that evaluates is the default one.
     pub fn is_default(&self) -> bool {
         self.program == PERPLEXITY

@@ -29,7 +29,7 @@ pub struct Session<'a> {
 }
 
 impl<'a> Session<'a> {
-    /// Prepares evaluations of these texts; the folder is in `work`, or where temporary files are. Fails before anything
+    /// Prepares evaluations of these texts, for a caller that ends at signals; the folder is in `work`, or where temporary files are. Fails before anything
     /// is evaluated if something is missing.
     pub fn new(
         program: Program,
@@ -41,7 +41,6 @@ impl<'a> Session<'a> {
         program.check(texts)?;
         let parent = work.map_or_else(std::env::temp_dir, Path::to_owned);
         let explain = || format!("cannot write to {}", text::path(&parent));
-        interruption::watch()?;
         let folder = Temporary::new_in(&parent).with_context(explain)?;
         if let Some(chunks) = chunks {
             let vocabulary = base::vocabulary(files);

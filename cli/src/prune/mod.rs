@@ -6,7 +6,7 @@
 //! | [`duplicates`] | experts with the same matrices |
 
 mod duplicates;
-mod search;
+pub mod search;
 
 use std::path::{Path, PathBuf};
 
@@ -190,11 +190,18 @@ impl Model<'_> {
     }
 }
 
+/// Returns a list of experts as the content of a file.
+pub fn list(experts: &[LayerMask]) -> Result<String> {
+    let list = serde_json::to_string(experts)?;
+    Ok(list.replacen("[{", &format!("{LIST},"), 1) + "\n")
+}
+
 /// Searches, or measures what was given, prints and writes what was found, and writes the model.
 fn search(options: &PruneOptions, model: &Model<'_>, given: Option<Vec<LayerMask>>) -> Result<()> {
     let plan = options.search.plan(model.mixture, given)?;
     // Any experts of the same number take as much space.
     model.without(&plan.any_experts())?.check(&model.outputs)?;
+    interruption::watch()?;
     let mut session =
         options
             .search
@@ -241,6 +248,9 @@ fn show(
     is_complete: bool,
 ) -> Result<()> {
     if found.is_empty() {
+        progress(
+            "nothing was measured: the contributions of experts do not count before the first table",
+        );
         return Ok(());
     }
     let note = found.note().filter(|_| is_complete);
@@ -253,9 +263,7 @@ fn show(
     }
     let saved = match &options.save {
         Some(path) if !found.experts.is_empty() => {
-            let list = serde_json::to_string(&found.experts)?;
-            let list = list.replacen("[{", &format!("{LIST},"), 1);
-            options.replace.write(path, &format!("{list}\n"))
+            options.replace.write(path, &list(&found.experts)?)
         }
         _ => Ok(()),
     };

@@ -248,19 +248,26 @@ impl SearchOptions {
     }
 }
 
-/// Returns how many experts a share of a layer is: the same number of each group.
-fn count(share: f64, mixture: &Mixture) -> Result<u64> {
+/// Returns the experts of each group, and how many of them can be left out.
+fn of_group(mixture: &Mixture) -> (u64, u64) {
     let routing = &mixture.routing;
     let each = routing.experts / routing.groups;
     let groups = routing.groups_used.min(routing.groups);
-    let used = routing.most_used();
     // With fewer in each group, a token would have too few to choose from, or a group none.
     let least = if routing.groups > 1 { 2 } else { 1 };
-    let most = each.saturating_sub(used.div_ceil(groups).max(least));
+    let used = routing.most_used().div_ceil(groups);
+    (each, each.saturating_sub(used.max(least)))
+}
+
+/// Returns how many experts a share of a layer is: the same number of each group.
+fn count(share: f64, mixture: &Mixture) -> Result<u64> {
+    let routing = &mixture.routing;
+    let used = routing.most_used();
+    let (each, most) = of_group(mixture);
     ensure!(
         most > 0,
         "a token uses {used} of the {} experts that it may choose from: none can be left out",
-        each * groups
+        each * routing.groups_used.min(routing.groups)
     );
     let of_group = (share * each as f64).round() as u64;
     let percent = |of: u64| of as f64 / each as f64 * 100.0;
@@ -306,6 +313,29 @@ impl Plan<'_> {
     }
 }
 
+/// Returns, for an eighth to a half of the experts of each layer, those that contribute least to a text; fewer lists where a
+/// token needs more of the experts.
+pub fn least(
+    text: &Path,
+    mixture: &Mixture,
+    session: &mut Session<'_>,
+) -> Result<Vec<Vec<LayerMask>>> {
+    let (each, most) = of_group(mixture);
+    let mut counts: Vec<u64> = (1..=4).map(|eighths| each * eighths / 8).collect();
+    counts.dedup();
+    counts.retain(|count| (1..=most).contains(count));
+    if counts.is_empty() {
+        return Ok(Vec::new());
+    }
+    session.use_text(text)?;
+    let order = measured_order(By::Saliency, mixture, session)?;
+    let groups = mixture.routing.groups;
+    let lists = counts
+        .iter()
+        .map(|count| first(mixture, &order, count * groups));
+    Ok(lists.collect())
+}
+
 /// Measures experts to leave out, and what they cost.
 pub fn run(
     plan: &Plan<'_>,
@@ -316,7 +346,7 @@ pub fn run(
     session.use_text(plan.text)?;
     found.text = name(plan.text);
     let order = match &plan.source {
-        Source::Measured => Some(measured_order(plan, session)?),
+        Source::Measured => Some(measured_order(plan.options.by, plan.mixture, session)?),
         Source::Traced(order) => Some(order.clone()),
         Source::Given(_) => None,
     };
@@ -385,14 +415,14 @@ fn check(
 }
 
 /// Measures how much each expert contributes.
-fn measured_order(plan: &Plan<'_>, session: &Session<'_>) -> Result<Order> {
+fn measured_order(by: By, mixture: &Mixture, session: &Session<'_>) -> Result<Order> {
     progress("measuring how much each expert contributes");
     let saliency = session.path("saliency.json");
     let mut running = session.start(&[("LLAMA_EXPERT_TRACE_SALIENCY", &saliency)])?;
     running.first()?;
     running.end()?;
     let text = std::fs::read_to_string(&saliency)?;
-    order(measured(&text, plan.options.by)?, plan.mixture)
+    order(measured(&text, by)?, mixture)
 }
 
 /// The name of a text in tables.

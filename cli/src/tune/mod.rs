@@ -26,15 +26,18 @@ mod notes;
 mod page;
 mod recipe;
 mod record;
-mod results;
+pub mod results;
 mod sweep;
 mod tables;
 mod write;
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
+use clap::Parser;
 use ggml_quantize::Ggml;
 use indicatif::ProgressBar;
 use regex::Regex;
@@ -47,17 +50,21 @@ use crate::evaluation::base::{self, Base};
 use crate::evaluation::program::{EvaluationOptions, Program};
 use crate::output::Outputs;
 use crate::pruned::Mixture;
-use crate::sizes::size;
+use crate::sizes::{size, time};
 use candidate::{Candidate, Origin};
 use groups::By;
 use identity::Identities;
 use imatrix::Matrix;
 use kept::Quantizer;
 use model::{Model, Tensor};
+pub use notes::on_interruption;
 use record::{BASE_LOGITS, Record, make_folder};
 use results::{Goal, Results};
 pub use sweep::ggml_library;
 use sweep::{Cut, Plan, Sweep};
+
+/// The fewest chunks that are evaluated for `--time`.
+const FEWEST: u32 = 4;
 
 /// The model, the candidates, and the goal.
 #[derive(clap::Args)]
@@ -118,14 +125,58 @@ pub struct TuneOptions {
     /// The libggml-base.so that quantises; that of the program by default.
     #[arg(long, value_name = "LIBRARY", hide_short_help = true)]
     ggml: Option<PathBuf>,
+    /// Evaluate as much of the text as fits into this time, for example 1h.
+    ///
+    /// What is quantised takes time beside it. After an interruption, as much is evaluated as before.
+    #[arg(long, value_name = "TIME", value_parser = time, conflicts_with_all = ["chunks", "base", "prepare"])]
+    time: Option<Duration>,
     #[command(flatten)]
     evaluation: EvaluationOptions,
 }
 
+/// Who uses the measurements.
+pub trait Caller {
+    /// Fails if a new model, which does not have its path yet, is not to be kept.
+    fn check(&mut self, results: &Results<'_>, model: &Path) -> Result<()> {
+        results.plan.program.try_model(model)
+    }
+
+    /// Prints what was measured.
+    fn print(&mut self, results: &Results<'_>, folder: &Path);
+}
+
+impl Caller for &TuneOptions {
+    fn print(&mut self, results: &Results<'_>, folder: &Path) {
+        match self.json {
+            true => println!("{:#}", tables::json(results)),
+            false => print!("{}", tables::text(results, folder, self.output.as_deref())),
+        }
+    }
+}
+
 /// Measures what is not known yet, and prints and writes the results.
-pub fn run(options: &TuneOptions) -> Result<()> {
+pub fn run(mut options: &TuneOptions) -> Result<()> {
+    run_for(options, &mut options)
+}
+
+/// Measures with these words of a command line after `tune`.
+pub fn measure(words: impl IntoIterator<Item = OsString>, caller: &mut dyn Caller) -> Result<()> {
+    #[derive(Parser)]
+    struct CommandLine {
+        #[command(flatten)]
+        options: TuneOptions,
+    }
+    let words = std::iter::once("tune".into()).chain(words);
+    let parsed = CommandLine::try_parse_from(words).map_err(|error| {
+        let text = error.to_string();
+        anyhow!("{}", text.lines().next().unwrap_or_default())
+    })?;
+    run_for(&parsed.options, caller)
+}
+
+fn run_for(options: &TuneOptions, caller: &mut dyn Caller) -> Result<()> {
     let mut begun = None;
-    let result = tune(options, &mut begun);
+    let result = tune(options, caller, &mut begun);
     if let (Err(_), Some(folder)) = (&result, begun) {
         eprintln!("llama-sidecar: {}", notes::of_failure(&folder));
     }
@@ -133,7 +184,7 @@ pub fn run(options: &TuneOptions) -> Result<()> {
 }
 
 /// Does the work of [`run`]. Sets `begun` to the work folder when the first measurement begins.
-fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
+fn tune(options: &TuneOptions, caller: &mut dyn Caller, begun: &mut Option<PathBuf>) -> Result<()> {
     if let Some(bits) = options.bpw {
         ensure!(
             bits.is_finite() && bits > 0.0,
@@ -294,7 +345,7 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
             .canonicalize()
             .with_context(|| format!("cannot open {}", text::path(base)))?,
         None if options.prepare => PathBuf::new(),
-        None => make_base(options, &program, source, &folder)?,
+        None => make_base(options, &program, source, &folder, total)?,
     };
     if let Some(note) = Base::read(&base).ok().and_then(|base| base.note()) {
         eprintln!("llama-sidecar: {note}");
@@ -312,15 +363,16 @@ fn tune(options: &TuneOptions, begun: &mut Option<PathBuf>) -> Result<()> {
     record::write_atomically(&folder.join("report.html"), page::page(&results).as_bytes())?;
     if let Some(path) = &options.output {
         let recipe = results.recipe.as_ref().context("no recipe")?;
-        write::write(&plan, &recipe.mix, &mut sweep, path, options.outputs)?;
+        write::write(
+            &plan,
+            &recipe.mix,
+            &mut sweep,
+            path,
+            options.outputs,
+            |path| caller.check(&results, path),
+        )?;
     }
-    match options.json {
-        true => println!("{:#}", tables::json(&results)),
-        false => print!(
-            "{}",
-            tables::text(&results, &folder, options.output.as_deref())
-        ),
-    }
+    caller.print(&results, &folder);
     Ok(())
 }
 
@@ -357,11 +409,11 @@ pub fn quantize(
     let matrix = imatrix.map(Matrix::load).transpose()?;
     let tensors = model.quantizable(Some(only))?;
     check_matrix(matrix.as_ref(), &tensors)?;
-    let candidate = Candidate::parse(ty)?;
-    ensure!(
-        matches!(candidate.origin, Origin::Type(_)),
-        "'{ty}' is a file, expected a type such as q4_K: pass the file to --from"
-    );
+    let is_type = |of: &Candidate| matches!(of.origin, Origin::Type(_));
+    let candidate = Candidate::parse(ty).ok().filter(is_type);
+    let candidate = candidate.with_context(|| {
+        format!("'{ty}' is no type of ggml, such as q4_K; a file is passed to --from")
+    })?;
     let outcomes = candidate.outcomes(&model, &tensors, matrix.as_ref())?;
     for line in candidate.fallbacks(&outcomes) {
         eprintln!("llama-sidecar: {line}");
@@ -439,10 +491,11 @@ fn parameters(
         ("ctx", program.context.to_string()),
         (
             "chunks",
-            options
-                .evaluation
-                .chunks
-                .map_or("all".into(), |chunks| chunks.to_string()),
+            match (options.evaluation.chunks, options.time) {
+                (Some(chunks), _) => chunks.to_string(),
+                (None, Some(_)) => "by --time".into(),
+                (None, None) => "all".into(),
+            },
         ),
         ("list of arguments after --", program.arguments.join(" ")),
         ("environment", environment()),
@@ -450,6 +503,31 @@ fn parameters(
     parameters.insert("model", identities.of_model(model)?);
     parameters.insert("reference", identities.of_model(source)?);
     Ok(parameters)
+}
+
+/// Returns how many chunks of the text so many evaluations can have in a time.
+fn chunks_in(
+    time: Duration,
+    evaluations: usize,
+    mut write: impl FnMut(Option<u32>) -> Result<Base>,
+) -> Result<u32> {
+    // The first time, the model may be read from a disk.
+    write(Some(FEWEST))?;
+    let began = Instant::now();
+    write(Some(FEWEST))?;
+    let of_chunk = began.elapsed().as_secs_f64() / f64::from(FEWEST);
+    let of_all = of_chunk * evaluations as f64;
+    let chunks = (time.as_secs_f64() / of_all) as u32;
+    ensure!(
+        chunks >= FEWEST,
+        "{evaluations} evaluations of {FEWEST} chunks take {:.0} minutes: pass a longer --time, fewer --types, or --chunks",
+        (of_all * f64::from(FEWEST) / 60.0).ceil()
+    );
+    eprintln!(
+        "llama-sidecar: {evaluations} evaluations of {chunks} chunks at most, in about {:.0} minutes",
+        (of_all * f64::from(chunks) / 60.0).ceil()
+    );
+    Ok(chunks)
 }
 
 /// Returns the variables that change how llama.cpp evaluates.
@@ -464,12 +542,13 @@ fn environment() -> String {
     variables.join(" ")
 }
 
-/// Makes the base logits, if the work folder has none.
+/// Makes the base logits for so many evaluations, if the work folder has none.
 fn make_base(
     options: &TuneOptions,
     program: &Program,
     source: &Model,
     folder: &Path,
+    evaluations: usize,
 ) -> Result<PathBuf> {
     let path = folder.join(BASE_LOGITS);
     if path.exists() {
@@ -483,14 +562,13 @@ fn make_base(
         "llama-sidecar: making the base logits with {}",
         text::path(&source.path)
     );
-    let part = folder.join("base.part");
-    program.write_base(
-        &source.path,
-        text,
-        options.evaluation.chunks,
-        &part,
-        &folder.join("base.log"),
-    )?;
+    let [part, log] = ["base.part", "base.log"].map(|name| folder.join(name));
+    let mut write = |chunks| program.write_base(&source.path, text, chunks, &part, &log);
+    let chunks = match options.time {
+        Some(time) => Some(chunks_in(time, evaluations, &mut write)?),
+        None => options.evaluation.chunks,
+    };
+    write(chunks)?;
     let written = std::fs::File::open(&part).and_then(|file| {
         file.sync_all()?;
         std::fs::rename(&part, &path)

@@ -1,6 +1,7 @@
 //! What a user must know beside the figures.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
 use sidecar_core::text;
@@ -107,8 +108,12 @@ pub fn of_failure(folder: &Path) -> String {
     )
 }
 
-/// Prints how to continue when a key or a signal ends this process.
+/// Prints how to continue when a key or a signal ends this process, once however often it is called.
 pub fn on_interruption(folder: &Path) -> Result<()> {
+    static IS_SET: AtomicBool = AtomicBool::new(false);
+    if IS_SET.swap(true, Ordering::SeqCst) {
+        return Ok(());
+    }
     let folder = text::path(folder);
     interruption::adopt()?;
     interruption::on_signals(move |signal| {

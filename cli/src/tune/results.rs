@@ -88,8 +88,8 @@ impl<'a> Results<'a> {
             recipe: None,
             uniform: Vec::new(),
         };
-        if goal.is_some() {
-            results.selections()?;
+        if let Some((limit, _)) = results.limit()? {
+            results.selections(limit)?;
         }
         Ok(results)
     }
@@ -158,8 +158,8 @@ impl<'a> Results<'a> {
 
     /// Returns what a recipe can choose from with each cut, and with none, as far as that permits a mix. Fails if nothing
     /// does.
-    fn selections(&self) -> Result<Vec<Selection>> {
-        let (limit, header) = self.limit()?.context("no goal")?;
+    fn selections(&self, limit: u64) -> Result<Vec<Selection>> {
+        let (_, header) = self.limit()?.context("no goal")?;
         let weights = self.plan.model.elements() as f64;
         let mut found = Vec::new();
         let mut smallest = u64::MAX;
@@ -190,12 +190,24 @@ impl<'a> Results<'a> {
     }
 
     fn choose(&self, sweep: &mut Sweep<'a>) -> Result<Recipe<'a>> {
+        let (limit, _) = self.limit()?.context("no goal")?;
+        let (expected, mix) = self.best(limit)?;
+        let statistics = sweep.measure("the recipe", self.change(&mix.choices, mix.cut))?;
+        Ok(Recipe {
+            mix,
+            expected,
+            statistics,
+        })
+    }
+
+    /// Returns the mix for a size that is expected to diverge least, and by how much.
+    pub fn best(&self, limit: u64) -> Result<(f64, Mix<'a>)> {
         let mut best: Option<(f64, Option<usize>, Vec<usize>)> = None;
         for Selection {
             cut,
             choices,
             budget,
-        } in self.selections()?
+        } in self.selections(limit)?
         {
             let found = recipe::allocate(&choices, budget).context("no mix fits the limit")?;
             let chosen = choices.iter().zip(&found);
@@ -209,16 +221,11 @@ impl<'a> Results<'a> {
         let candidates = found
             .iter()
             .map(|at| (*at < self.plan.candidates.len()).then_some(*at));
-        let mix = self.mix(candidates.collect(), cut)?;
-        let statistics = sweep.measure("the recipe", self.change(&mix.choices, cut))?;
-        Ok(Recipe {
-            mix,
-            expected: match cost > 0.0 {
-                true => self.floor().mean + cost,
-                false => self.baseline.kld.mean + cost,
-            },
-            statistics,
-        })
+        let expected = match cost > 0.0 {
+            true => self.floor().mean + cost,
+            false => self.baseline.kld.mean + cost,
+        };
+        Ok((expected, self.mix(candidates.collect(), cut)?))
     }
 
     /// Returns the choices for a group beside a cut: each candidate, then the group as it is.
@@ -247,7 +254,7 @@ impl<'a> Results<'a> {
     }
 
     /// Returns the divergence that any change has: each group was measured with that of rounding, which a mix has once.
-    fn floor(&self) -> Figure {
+    pub fn floor(&self) -> Figure {
         let baseline = self.baseline.kld;
         let rounding = self.rounding.map_or(baseline, |of| of.kld);
         match rounding.mean > baseline.mean {

@@ -13,8 +13,9 @@ use sidecar_core::text;
 use super::candidate::{Candidate, Origin, Outcome};
 use super::kept::Quantizer;
 use super::model::{Model, Tensor, elements};
-use super::record::{Measurement, Record};
+use super::record::{BASE_LOGITS, Measurement, Record};
 use crate::control::mask;
+use crate::evaluation::base::Base;
 use crate::evaluation::program::{MASKS, Program, Running};
 use crate::evaluation::statistics::Statistics;
 use crate::pruned::{Mixture, Pruned};
@@ -98,6 +99,11 @@ pub struct Chosen {
 }
 
 impl Plan<'_> {
+    /// Returns how many chunks of the text are evaluated.
+    pub fn chunks(&self) -> Result<Option<u32>> {
+        Base::read(&self.folder.join(BASE_LOGITS)).map(|base| Some(base.chunks))
+    }
+
     /// Returns whether a candidate leaves a tensor as it is in the model.
     fn is_unchanged(&self, chosen: Chosen) -> bool {
         let (now, source) = (&self.tensors[chosen.tensor], &self.sources[chosen.tensor]);

@@ -85,13 +85,14 @@ fn shortened(text: &str) -> &str {
     &text[..end]
 }
 
-/// Writes a model. Its path has the old content, or all of the new.
+/// Writes a model. Its path has the old content, or all of the new, which is checked first.
 pub fn write(
     plan: &Plan<'_>,
     mix: &Mix<'_>,
     sweep: &mut Sweep<'_>,
     path: &Path,
     outputs: Outputs,
+    check: impl FnOnce(&Path) -> Result<()>,
 ) -> Result<()> {
     let mut sources: BTreeMap<usize, Vec<GgufFile>> = BTreeMap::new();
     for candidate in mix.parts.iter().filter_map(|part| part.candidate) {
@@ -124,6 +125,6 @@ pub fn write(
         alignment: ALIGNMENT.into(),
         tensors,
     }];
-    write_model(file, outputs, |path| plan.program.try_model(path))?;
+    write_model(file, outputs, check)?;
     Ok(())
 }
