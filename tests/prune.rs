@@ -705,7 +705,7 @@ fn a_model_is_as_small_as_requested_and_its_cost_is_stated() {
     );
     let kld = |of: &Value| of["text"]["kld"]["mean"].as_f64().expect("a number");
     assert!(kld(new) < kld(model("all as q4_0")), "{models:?}");
-    // The same text twice: what masks predict, the new file has, but for rounding.
+    // The same text twice: what masks predict, the new file has, except for rounding.
     let [masked, written] = ["text", "check"].map(|of| new[of]["ppl"]["mean"].as_f64());
     let (masked, written) = (masked.expect("a number"), written.expect("a number"));
     assert!((written / masked - 1.0).abs() < 0.05, "{new}");

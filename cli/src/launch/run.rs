@@ -800,7 +800,8 @@ mod tests {
         };
         let nothing = Event::NoEffect { found };
         let config = Config::parse(|_| None);
-        let last = |events: &[Event]| summary(&config, &Events::of(events)).pop();
+        let last =
+            |events: &[Event]| summary(&config, &Events::of(events), ExitStatus::default()).pop();
         let alone = last(&[model("model", 0), nothing.clone()]).expect("a line");
         assert!(alone.contains("nothing was counted"), "{alone}");
         let beside = last(&[model("model", 0), nothing, model("model", 2)]).expect("a line");
@@ -820,7 +821,7 @@ mod tests {
         };
         let lines = |entries: Vec<Entry>| {
             let config = Config::parse(|_| None);
-            let lines = summary(&config, &Events::from(entries));
+            let lines = summary(&config, &Events::from(entries), ExitStatus::default());
             lines[1..].join("; ")
         };
         let (one, two) = (of(1, "one"), of(2, "two"));
