@@ -136,6 +136,12 @@ fn point_to_others(error: &mut clap::Error, all: &Command) {
     {
         names.push(format!("'{} ctl'", all.get_name()));
     }
+    if name == "memory-limit" {
+        let word = all.get_name();
+        names.push(format!(
+            "such as '{word} run --memory-limit 4G -- {word} doctor -- COMMAND'"
+        ));
+    }
     // In place of the advice to pass the option as a value.
     let tips = match names.is_empty() {
         true => ContextValue::None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import operator
 import os
@@ -82,8 +83,26 @@ def _array(numbers: list[Any]) -> Any:
     return numpy.array(numbers, dtype=numpy.uint64)
 
 
+def _only() -> Path:
+    """Returns the socket of the only program that 'llama-sidecar run' has started without a path for one."""
+    session = os.environ.get("XDG_RUNTIME_DIR")
+    found = [path for path in Path(session or "/nowhere", "llama-sidecar").glob("*.sock") if _listens(path)]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(map(str, sorted(found))) or "no program is found"
+    raise Unreachable(f"pass the path of a socket: {names}")
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.setblocking(False)
+        return client.connect_ex(os.fspath(path)) in (0, errno.EAGAIN)
+
+
 class Sidecar:
     """A program that runs with the drop-in, by the path of its control socket.
+
+    Without a path, that of the only program that 'llama-sidecar run' has started without one.
 
     Each method is one connection, so that an object can be used by several threads. Methods raise
     :class:`SidecarError` with the message of the program.
@@ -94,14 +113,14 @@ class Sidecar:
     llama_sidecar._sidecar.Unreachable: no program answers at /nowhere: start it with llama-sidecar run --socket /nowhere
     """
 
-    def __init__(self, socket: str | os.PathLike[str], timeout: float | None = None) -> None:
+    def __init__(self, socket: str | os.PathLike[str] | None = None, timeout: float | None = None) -> None:
         """`timeout` in seconds is until when an answer has to be complete.
 
         Without, that is 5 for `ping`, `status` and `metrics`, and 3600 for others; a round takes as long as it takes.
         """
         if timeout is not None and not 0 < timeout <= _LONGEST_TIMEOUT:
             raise ValueError(f"expected a timeout above 0 and up to {_LONGEST_TIMEOUT} s, found {timeout}")
-        self.socket = Path(socket)
+        self.socket = _only() if socket is None else Path(socket)
         self.timeout = timeout
 
     def request(self, command: str, **fields: Any) -> Reply:

@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import socket
 import tempfile
 import threading
@@ -195,4 +196,24 @@ try:
     Sidecar(folder / ("n" * 200)).ping()
 except Unreachable as error:
     assert "at most 107 bytes" in str(error), error
+# Without a path: the only program that listens, beside a socket that a killed one has left.
+os.environ["XDG_RUNTIME_DIR"] = str(folder)
+(folder / "llama-sidecar").mkdir()
+left = socket.socket(socket.AF_UNIX)
+left.bind(str(folder / "llama-sidecar/left-1.sock"))
+left.close()
+try:
+    Sidecar()
+    raise AssertionError("no program runs")
+except Unreachable as error:
+    assert "no program is found" in str(error), error
+only = program("llama-sidecar/only-2.sock", lambda client: client.sendall(b'{"ok":true}\n'))
+assert Sidecar().socket == only
+program("llama-sidecar/other-3.sock", drips)
+try:
+    Sidecar()
+    raise AssertionError("several programs run")
+except Unreachable as error:
+    assert str(only) in str(error), error
+
 print(f"{len(texts)} odd answers are errors of one type, and slow programs end at the deadline")

@@ -61,6 +61,10 @@ impl Known {
         let program = Executable::find(&words[0])?.path;
         let name = program.file_name().unwrap_or_default().to_string_lossy();
         ensure!(
+            name != "llama-sidecar",
+            "'plan' tries 'llama-sidecar run' itself: pass the program and its arguments alone"
+        );
+        ensure!(
             name.contains("llama-"),
             "{name} is none of llama.cpp's programs, whose options are known: pass llama-server, llama-completion, llama-cli or llama-bench with the model, and use what it prints; 'llama-sidecar compare' measures any program"
         );

@@ -376,7 +376,7 @@ fn swap(job: &Job<'_>) -> Result<bool> {
     }
     if sources.is_none() && kept.iter().all(Vec::is_empty) {
         println!(
-            "nothing to undo: {} has no file of originals: no swap changed the model, or all tensors are restored already",
+            "nothing to undo: {} has no file of originals: no swap changed the model, or all tensors are restored already; commands with -o leave the model that they read as it is",
             text::path(path)
         );
         return Ok(false);

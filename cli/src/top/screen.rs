@@ -184,7 +184,7 @@ impl Screen {
                 "{more} more layers: the window is too low"
             )));
         }
-        let block = Block::bordered().title(" experts in use, by layer ");
+        let block = Block::bordered().title(" experts used since the sample before, by layer ");
         frame.render_widget(Paragraph::new(rows).block(block), map);
         let keys = Line::styled(KEYS, Style::new().add_modifier(Modifier::DIM));
         frame.render_widget(Paragraph::new(vec![Line::raw(&*self.message), keys]), foot);
