@@ -350,8 +350,13 @@ fn streaming_reads_all_matrices_of_a_layer() {
         let (_, figures) = streamed_text(program, &model, &streaming(&[]));
         (count(&figures, "layers"), count(&figures, "checked_bytes"))
     };
-    // The program of the other line has a node for each matrix.
-    assert_eq!(scheduled(IK), scheduled(Program::IkLlama(&["no-fusion"])));
+    // The program of the other line has a node for each matrix. A reader that is late checks the requests of two tokens as
+    // one; a matrix that is left out would be a third.
+    let (layers, bytes) = scheduled(IK);
+    let (other_layers, other_bytes) = scheduled(Program::IkLlama(&["no-fusion"]));
+    assert_eq!(layers, other_layers);
+    let ratio = bytes as f64 / other_bytes as f64;
+    assert!((0.85..1.18).contains(&ratio), "{bytes} {other_bytes}");
 }
 
 #[test]
