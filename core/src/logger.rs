@@ -62,19 +62,31 @@ pub fn find_standard_error() {
 /// Writes whole lines to standard error. A host may have closed it, or the pipe that it is: a failed write is
 /// ignored. What a reader does not take for five seconds is left out.
 pub fn print(lines: &str) {
-    /// What a pipe takes at once when it takes anything.
-    const PART: usize = libc::PIPE_BUF;
     if IS_CLOSED.load(Ordering::Relaxed) {
         return;
     }
     let lines = text::lines(lines);
+    let mut rest = lines.as_bytes();
     without_write_signals(|| {
-        for part in lines.as_bytes().chunks(PART) {
+        while !rest.is_empty() {
+            let (part, after) = rest.split_at(part_of(rest));
             if !is_read() || std::io::stderr().write_all(part).is_err() {
                 break;
             }
+            rest = after;
         }
     });
+}
+
+/// Returns how many bytes are written at once: whole lines, as many as a pipe takes when it takes anything, so that those of
+/// other threads come between lines. A longer line is cut.
+fn part_of(lines: &[u8]) -> usize {
+    const MOST: usize = libc::PIPE_BUF;
+    let end = |of: &[u8]| of.iter().rposition(|byte| *byte == b'\n');
+    match lines.len() <= MOST {
+        true => lines.len(),
+        false => end(&lines[..MOST]).map_or(MOST, |end| end + 1),
+    }
 }
 
 /// Whether a write to standard error does not wait, after some time.
@@ -134,6 +146,19 @@ mod tests {
     use std::os::fd::AsRawFd;
     use std::process::Stdio;
     use testkit::process::in_own_process;
+
+    #[test]
+    fn what_is_written_at_once_ends_with_a_line() {
+        let lines = "a line of 20 bytes.\n".repeat(1000);
+        let mut rest = lines.as_bytes();
+        while !rest.is_empty() {
+            let part = part_of(rest);
+            assert!(part <= libc::PIPE_BUF && rest[part - 1] == b'\n', "{part}");
+            rest = &rest[part..];
+        }
+        assert_eq!(part_of(&[b'a'; 10_000]), libc::PIPE_BUF);
+        assert_eq!(part_of(b"a"), 1);
+    }
 
     #[test]
     fn a_file_with_the_number_of_standard_error_gets_no_message() {
