@@ -128,8 +128,13 @@ fn a_model_that_nearly_does_not_fit_is_used_in_the_page_cache() {
 #[test]
 fn page_faults_read_no_weights_around_them() {
     let limit = MemoryLimit::new(220 << 20).expect("a control group");
-    let model = fixture("moe.gguf");
-    drop_cache(&File::open(&model).expect("a fixture")).expect("a file");
+    // A file that no other program maps: its pages can be dropped.
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = folder.path().join("model.gguf");
+    std::fs::copy(fixture("moe.gguf"), &model).expect("a copy");
+    let file = File::open(&model).expect("a copy");
+    file.sync_all().expect("a file");
+    drop_cache(&file).expect("a file");
     let mut host = Host::start_with(Program::C, &model, &streaming(&[]), |command| {
         limit.apply(command);
     });
