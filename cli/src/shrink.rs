@@ -10,6 +10,7 @@ use anyhow::{Context, Result, ensure};
 use serde::Serialize;
 use sidecar_core::experts::ExpertIndex;
 use sidecar_core::gguf::{Access, GgufFile, open_model};
+use sidecar_core::reload::hash_bytes;
 use sidecar_core::text;
 
 use crate::evaluation::program::EvaluationOptions;
@@ -114,6 +115,7 @@ pub fn run(options: &ShrinkOptions) -> Result<()> {
         path.into()
     });
     fs::create_dir_all(&work)
+        .and_then(|()| sidecar_core::files::check_owner(&fs::metadata(&work)?))
         .with_context(|| format!("cannot use the work folder {}", text::path(&work)))?;
     let is_mixture = ExpertIndex::of(&files).layers().next().is_some();
     let mixture = is_mixture.then(|| Mixture::of(&files)).transpose()?;
@@ -151,20 +153,28 @@ pub fn run(options: &ShrinkOptions) -> Result<()> {
     tune::measure(words, &mut shrinking)
 }
 
-/// Returns files of experts to leave out, which are made if there is none.
+/// Returns files of experts to leave out, which are made unless they are there for these files and this text.
 fn lists(
     options: &ShrinkOptions,
     files: &[GgufFile],
     mixture: &Mixture,
     work: &Path,
 ) -> Result<Vec<PathBuf>> {
-    let path = |count: usize| work.join(format!("{count}-experts.json"));
-    let made = |count: &usize| path(*count).exists();
-    let all = mixture.routing.experts as usize;
-    let found: Vec<PathBuf> = (1..all).filter(made).map(path).collect();
-    if !found.is_empty() {
-        return Ok(found);
+    let counts = search::counts(mixture);
+    let sample = sidecar_core::files::read(&options.text)
+        .with_context(|| format!("cannot read {}", text::path(&options.text)))?;
+    let ids: Vec<_> = files.iter().map(|file| file.source.id()).collect();
+    let of = format!("{ids:?} {:032x}", hash_bytes(&sample));
+    let folder = work.join(format!("experts-{:032x}", hash_bytes(of.as_bytes())));
+    let paths = counts
+        .iter()
+        .map(|count| folder.join(format!("{count}-experts.json")));
+    let paths: Vec<PathBuf> = paths.collect();
+    if paths.iter().all(|path| path.exists()) {
+        return Ok(paths);
     }
+    fs::create_dir_all(&folder)
+        .with_context(|| format!("cannot use the work folder {}", text::path(work)))?;
     tune::on_interruption(work)?;
     let chunks = options
         .evaluation
@@ -177,17 +187,14 @@ fn lists(
         Some(chunks),
         None,
     )?;
-    let mut paths = Vec::new();
-    let mut make = || {
-        for experts in search::least(&options.text, mixture, &mut session)? {
-            let path = path(experts.first().map_or(0, |mask| mask.experts.len()));
-            Outputs::default().write(&path, &prune::list(&experts)?)?;
-            paths.push(path);
-        }
-        Ok(())
-    };
-    let made = make();
-    session.end(made, Ok(()))?;
+    let lists = search::least(&options.text, mixture, &counts, &mut session);
+    let written = lists.and_then(|lists| {
+        paths
+            .iter()
+            .zip(&lists)
+            .try_for_each(|(path, experts)| Outputs::default().write(path, &prune::list(experts)?))
+    });
+    session.end(written, Ok(()))?;
     Ok(paths)
 }
 

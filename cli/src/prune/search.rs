@@ -313,26 +313,26 @@ impl Plan<'_> {
     }
 }
 
-/// Returns, for an eighth to a half of the experts of each layer, those that contribute least to a text; fewer lists where a
-/// token needs more of the experts.
-pub fn least(
-    text: &Path,
-    mixture: &Mixture,
-    session: &mut Session<'_>,
-) -> Result<Vec<Vec<LayerMask>>> {
+/// Returns the numbers of experts that an eighth to a half of each layer are, as far as a token needs fewer.
+pub fn counts(mixture: &Mixture) -> Vec<u64> {
     let (each, most) = of_group(mixture);
     let mut counts: Vec<u64> = (1..=4).map(|eighths| each * eighths / 8).collect();
     counts.dedup();
     counts.retain(|count| (1..=most).contains(count));
-    if counts.is_empty() {
-        return Ok(Vec::new());
-    }
+    let groups = mixture.routing.groups;
+    counts.into_iter().map(|count| count * groups).collect()
+}
+
+/// Returns, for each of these numbers, the experts of each layer that contribute least to a text.
+pub fn least(
+    text: &Path,
+    mixture: &Mixture,
+    counts: &[u64],
+    session: &mut Session<'_>,
+) -> Result<Vec<Vec<LayerMask>>> {
     session.use_text(text)?;
     let order = measured_order(By::Saliency, mixture, session)?;
-    let groups = mixture.routing.groups;
-    let lists = counts
-        .iter()
-        .map(|count| first(mixture, &order, count * groups));
+    let lists = counts.iter().map(|count| first(mixture, &order, *count));
     Ok(lists.collect())
 }
 
