@@ -25,14 +25,14 @@ const CRATES: [&str; 9] = [
 
 /// The most lines of Rust in a folder. A change that needs more states why in its commit, and raises the number here.
 const MOST_LINES: [(&str, usize); 9] = [
-    ("core", 21_050),
+    ("core", 21_100),
     ("src", 11_700),
     ("preload", 26_400),
-    ("cli", 27_800),
+    ("cli", 27_900),
     ("xtask", 10_600),
     ("testkit", 4_700),
     ("ggml-quantize", 600),
-    ("tests", 32_100),
+    ("tests", 32_150),
     ("benches", 3_850),
 ];
 

@@ -350,24 +350,25 @@ fn the_new_model_is_evaluated() {
 #[test]
 fn a_failure_loses_no_measurement() {
     let folder = tempfile::tempdir().expect("a folder");
-    let short = folder.path().join("short.txt");
-    // Long enough in bytes, not in tokens.
-    std::fs::write(&short, "Once upon a time ".repeat(20)).expect("free space");
+    let other = folder.path().join("short.txt");
+    std::fs::copy(TEXT, &other).expect("a copy");
     let check = [
         "--check",
-        short.to_str().expect("a name"),
+        other.to_str().expect("a name"),
         "--chunks",
         "4",
         "--evaluations",
         "1",
     ];
-    let output = prune(
+    let mut command = prune(
         &fixture("small-moe.gguf"),
         &[&SEARCH[..], &check].concat(),
         folder.path(),
-    )
-    .output()
-    .expect("the command starts");
+    );
+    // It had enough tokens before the measurements.
+    let output = at_line(&mut command, "measuring how much", |_| {
+        std::fs::write(&other, "Once upon a time ".repeat(20)).expect("free space");
+    });
     let [printed, error] =
         [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
     assert!(
@@ -724,4 +725,58 @@ fn a_model_is_as_small_as_requested_and_its_cost_is_stated() {
         printed.contains("no mix of these types is as small as the limit"),
         "{printed}"
     );
+}
+
+/// Figures of two models mean nothing, and a second text is tried before the measurements.
+#[test]
+fn a_model_that_is_replaced_and_a_short_text_are_refused() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name);
+    let (model, out) = (path("model.gguf"), path("out.gguf"));
+    std::fs::copy(fixture("small-moe.gguf"), &model).expect("a copy");
+    std::fs::write(path("short.txt"), "A short text. ".repeat(20)).expect("a file");
+    let shrink = |more: &[&str]| {
+        let output = out.to_str().expect("a name");
+        let goal = [
+            "--chunks", "4", "--types", "q4_0", "--size", "45M", "-o", output,
+        ];
+        measuring(
+            &["shrink"],
+            &model,
+            &[&["--text", TEXT], more, &goal[..]].concat(),
+        )
+    };
+    let short = path("short.txt").display().to_string();
+    let refused = shrink(&["--check", &short]).output().expect("it starts");
+    let printed = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(printed.contains("the text is too short"), "{printed}");
+    assert!(
+        printed.contains(&short) && !printed.contains("KLD"),
+        "{printed}"
+    );
+    std::fs::copy(fixture("small-moe-q8_0.gguf"), path("other.gguf")).expect("a copy");
+    let output = at_line(&mut shrink(&[]), "with flash attention off", |_| {
+        std::fs::rename(path("other.gguf"), &model).expect("a model");
+    });
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && !out.exists(), "{printed}");
+    assert!(
+        printed.contains("was replaced or written during the measurements"),
+        "{printed}"
+    );
+    let text = path("text.txt").display().to_string();
+    std::fs::copy(TEXT, &text).expect("a copy");
+    let refused = |words: &[&str], reason: &str| {
+        let output = measuring(&["shrink"], &model, words)
+            .output()
+            .expect("it starts");
+        let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(printed.contains(reason), "{printed}");
+    };
+    refused(
+        &["--text", TEXT, "--size", "200M", "-o", "new.gguf"],
+        "there is nothing to do",
+    );
+    let over = ["--text", &text, "--size", "45M", "-o", &text, "--force"];
+    refused(&over, "would be replaced");
 }

@@ -501,7 +501,7 @@ fn a_failed_command_states_what_it_leaves() {
     let output = output.expect("it starts");
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && work.exists(), "{text}");
-    let expected = "has what was measured before the error: run the same command again";
+    let expected = "has what was measured: a further command for this model continues there";
     assert!(text.contains(expected), "{text}");
 }
 

@@ -54,6 +54,33 @@ impl Outputs {
     }
 }
 
+/// Fails if a file that is read would be replaced, or if two outputs have one path.
+pub fn check_distinct<'a>(
+    outputs: &[&Path],
+    mut inputs: impl Iterator<Item = &'a Path>,
+) -> Result<()> {
+    let real = |path: &Path| {
+        let beside = || Some(folder_of(path).canonicalize().ok()?.join(path.file_name()?));
+        let found = path.canonicalize().ok().or_else(beside);
+        found.unwrap_or_else(|| path.to_owned())
+    };
+    let mut paths: Vec<PathBuf> = outputs.iter().map(|path| real(path)).collect();
+    paths.sort_unstable();
+    if let Some(input) = inputs.find(|path| paths.contains(&real(path))) {
+        bail!(
+            "{} is read, and would be replaced: name another path for what is written",
+            text::path(input)
+        );
+    }
+    if let Some(twice) = paths.windows(2).find(|pair| pair[0] == pair[1]) {
+        bail!(
+            "{} is named twice: each file needs a path of its own",
+            text::path(&twice[0])
+        );
+    }
+    Ok(())
+}
+
 /// Adds the path and, where it helps, the option to an error.
 fn explain(written: io::Result<()>, path: &Path) -> Result<()> {
     let force = |error: &io::Error| match error.kind() {

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde::Serialize;
 use sidecar_core::experts::ExpertIndex;
 use sidecar_core::gguf::{Access, GgufFile, open_model};
@@ -16,11 +16,12 @@ use sidecar_core::text;
 use crate::evaluation::program::EvaluationOptions;
 use crate::evaluation::session::Session;
 use crate::evaluation::statistics::Statistics;
-use crate::output::Outputs;
+use crate::output::{Outputs, check_distinct, progress};
 use crate::prune::{self, search};
 use crate::pruned::Mixture;
 use crate::sizes::{Table, size, size_text, time};
-use crate::tune::{self, results::Results};
+use crate::tune;
+use crate::tune::results::{Results, Uniform};
 
 /// A perplexity that is so many times as high is that of a ruined model.
 const RUINED: f64 = 2.0;
@@ -34,7 +35,7 @@ const SMALLER: [f64; 3] = [0.9, 0.8, 0.7];
 pub struct ShrinkOptions {
     /// The model: a GGUF file, or any shard of one. It stays as it is.
     model: PathBuf,
-    /// The size of the new file at most, for example 5G.
+    /// The size of the new file at most: 5G is 5 GiB, 5GB are 5 x 10^9 bytes.
     #[arg(long, value_name = "SIZE", value_parser = size)]
     size: u64,
     /// The text to evaluate.
@@ -97,6 +98,8 @@ struct Shrinking<'a> {
     files: &'a [GgufFile],
     /// The experts of a mixture.
     experts: Option<u64>,
+    /// The new file with the first text, and what the other one shows.
+    written: Option<Statistics>,
     checked: Option<Checked>,
 }
 
@@ -108,7 +111,20 @@ pub fn run(options: &ShrinkOptions) -> Result<()> {
     options.outputs.check(&options.output, "GGUF")?;
     let texts = [Some(&options.text), options.check.as_ref()];
     let texts: Vec<&Path> = texts.into_iter().flatten().map(PathBuf::as_path).collect();
-    options.evaluation.program(None)?.check(&texts)?;
+    let read = texts.iter().copied();
+    check_distinct(&[&options.output], read.chain(options.imatrix.as_deref()))?;
+    let program = options.evaluation.program(None)?;
+    program.check(&texts)?;
+    let bytes: u64 = files.iter().map(|file| file.source.id().size).sum();
+    ensure!(
+        options.size < bytes,
+        "{} has {}, which is not more than --size: there is nothing to do",
+        text::path(&options.model),
+        size_text(bytes as f64)
+    );
+    if let Some(check) = &options.check {
+        program.try_text(&options.model, check)?;
+    }
     let work = options.work.clone().unwrap_or_else(|| {
         let mut path = options.model.clone().into_os_string();
         path.push(".shrink");
@@ -148,9 +164,15 @@ pub fn run(options: &ShrinkOptions) -> Result<()> {
         options,
         files: &files,
         experts: mixture.map(|mixture| mixture.routing.experts),
+        written: None,
         checked: None,
     };
-    tune::measure(words, &mut shrinking)
+    let measured = tune::measure(words, &mut shrinking);
+    if measured.is_err() {
+        // Only one that is empty.
+        let _ = fs::remove_dir(&work);
+    }
+    measured
 }
 
 /// Returns files of experts to leave out, which are made unless they are there for these files and this text.
@@ -194,26 +216,50 @@ fn lists(
             .zip(&lists)
             .try_for_each(|(path, experts)| Outputs::default().write(path, &prune::list(experts)?))
     });
+    let written = written.and_then(|()| session.check_model());
     session.end(written, Ok(()))?;
     Ok(paths)
 }
 
 impl tune::Caller for Shrinking<'_> {
     fn check(&mut self, results: &Results<'_>, model: &Path) -> Result<()> {
-        results.plan.program.try_model(model)?;
-        let recipe = results.recipe.as_ref().context("no recipe")?;
-        let accept = self.options.accept;
-        let refuse = |text: &Path, before: &Statistics, after: &Statistics| {
-            ensure!(
-                accept || after.ppl.mean < RUINED * before.ppl.mean,
+        self.measure(results, model)?;
+        let (text, baseline) = (&self.options.text, &results.baseline);
+        let of_text = self.written.map(|after| (text, *baseline, after));
+        let of_other = self.checked.as_ref().zip(self.options.check.as_ref());
+        let of_other = of_other.map(|(of, other)| (other, of.before, of.after));
+        for (text, before, after) in of_text.into_iter().chain(of_other) {
+            if self.options.accept || after.ppl.mean < RUINED * before.ppl.mean {
+                continue;
+            }
+            self.show(results);
+            bail!(
                 "the new model was not kept: its perplexity is {:.2} with {}, and that of the model as it is {:.2}: raise --size, or pass --accept",
                 after.ppl.mean,
                 text::path(text),
                 before.ppl.mean
             );
-            Ok(())
-        };
-        refuse(&self.options.text, &results.baseline, &recipe.statistics)?;
+        }
+        Ok(())
+    }
+
+    fn print(&mut self, results: &Results<'_>, folder: &Path) {
+        self.show(results);
+        if !self.options.json {
+            println!("page: {}", text::path(&folder.join("report.html")));
+            println!("{}", tune::of_folder(folder));
+            println!("done: {}", text::path(&self.options.output));
+        }
+    }
+}
+
+impl Shrinking<'_> {
+    /// Evaluates the new file with both texts.
+    fn measure(&mut self, results: &Results<'_>, model: &Path) -> Result<()> {
+        let (program, folder) = (results.plan.program, &results.plan.folder);
+        let base = folder.join(tune::BASE_LOGITS);
+        progress("evaluating the new model");
+        self.written = Some(program.evaluate(model, &base, &folder.join("new.log"), &[])?);
         let Some(other) = &self.options.check else {
             return Ok(());
         };
@@ -226,20 +272,20 @@ impl tune::Caller for Shrinking<'_> {
         )?;
         let mut measure = || {
             session.use_text(other)?;
-            let checked = self.checked.insert(Checked {
+            self.checked = Some(Checked {
                 before: session.evaluate(&self.options.model)?,
                 rounding: session
                     .evaluate_rounding()?
                     .map(|(_, statistics)| statistics),
                 after: session.evaluate(model)?,
             });
-            refuse(other, &checked.before, &checked.after)
+            session.check_model()
         };
         let measured = measure();
         session.end(measured, Ok(()))
     }
 
-    fn print(&mut self, results: &Results<'_>, _: &Path) {
+    fn show(&self, results: &Results<'_>) {
         let rows = self.rows(results);
         let sentences = self.sentences(results);
         if self.options.json {
@@ -250,11 +296,8 @@ impl tune::Caller for Shrinking<'_> {
         for sentence in sentences {
             println!("{sentence}");
         }
-        println!("done: {}", text::path(&self.options.output));
     }
-}
 
-impl Shrinking<'_> {
     /// Returns what was measured, and what is expected of smaller models.
     fn rows(&self, results: &Results<'_>) -> Vec<Row> {
         let checked = self.checked.as_ref();
@@ -284,7 +327,8 @@ impl Shrinking<'_> {
             let bytes = results.without(Some(at)).ok().map(|mix| mix.bytes);
             rows.push(row("fewer experts", bytes, Some(at), Some(*statistics)));
         }
-        for of in &results.uniform {
+        let is_smaller = |of: &&Uniform<'_>| Some(of.mix.bytes) < bytes;
+        for of in results.uniform.iter().filter(is_smaller) {
             let what = format!("all as {}", plan.candidates[of.candidate].name);
             rows.push(row(&what, Some(of.mix.bytes), None, Some(of.statistics)));
         }
@@ -296,12 +340,19 @@ impl Shrinking<'_> {
                     "the new model",
                     Some(mix.bytes),
                     mix.cut,
-                    Some(recipe.statistics),
+                    Some(self.written.unwrap_or(recipe.statistics)),
                 )
             });
         }
         let smaller = SMALLER.map(|part| (self.options.size as f64 * part) as u64);
+        let mut last = rows.last().and_then(|row| row.bytes);
         for (expected, mix) in smaller.iter().filter_map(|size| results.best(*size).ok()) {
+            if last
+                .replace(mix.bytes)
+                .is_some_and(|last| mix.bytes >= last)
+            {
+                continue;
+            }
             rows.push(Row {
                 expected: Some(expected),
                 ..row("smaller", Some(mix.bytes), mix.cut, None)
@@ -372,7 +423,7 @@ impl Shrinking<'_> {
                 &self.options.text,
                 &results.baseline,
                 results.rounding.as_ref(),
-                &recipe.statistics,
+                &self.written.unwrap_or(recipe.statistics),
             )
         });
         let checked = self

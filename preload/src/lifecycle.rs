@@ -158,7 +158,7 @@ fn begin_shared() {
     signals::finish_on_signals(finish);
     let config = Config::get();
     if let Some(path) = config.control.as_ref().or(config.stream_socket.as_ref()) {
-        control::start(&path.now(), no_effect);
+        control::start(&path.now(), config.control.is_some(), no_effect);
     }
 }
 

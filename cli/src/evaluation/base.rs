@@ -101,6 +101,11 @@ impl std::fmt::Display for Base {
     }
 }
 
+/// Returns the fewest chunks that have statistics.
+pub fn fewest_chunks(context: u32) -> u32 {
+    FEWEST_TOKENS.div_ceil(evaluated(context).max(1)) as u32
+}
+
 /// The evaluated tokens of a chunk.
 fn evaluated(context: u32) -> u64 {
     let context = u64::from(context);

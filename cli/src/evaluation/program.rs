@@ -17,7 +17,7 @@ use sidecar_core::files::{self, Replace};
 use sidecar_core::protocol::{LayerMask, Overlay, Reply, Request, Round, Status, StreamFigures};
 use sidecar_core::text;
 
-use super::base::{Base, TOO_SHORT};
+use super::base::{self, Base, TOO_SHORT};
 use super::statistics::{self, Statistics};
 use crate::control::{self, Limit, sockets};
 use crate::interruption;
@@ -231,6 +231,17 @@ impl Program {
         );
         // The reason comes first.
         Base::read_complete(base).map_err(|error| anyhow!("{error:#}; {}", last_lines(log)))
+    }
+
+    /// Fails if a text has too few tokens for this model.
+    pub fn try_text(&self, model: &Path, text: &Path) -> Result<()> {
+        let folder = Temporary::new().context("cannot create a temporary folder")?;
+        let [base, log] = ["base", "log"].map(|name| folder.path().join(name));
+        let chunks = base::fewest_chunks(self.context);
+        let written = self.write_base(model, text, Some(chunks), &base, &log);
+        written
+            .map(drop)
+            .with_context(|| format!("cannot use the text {}", text::path(text)))
     }
 
     /// Fails unless the program loads a model and computes numbers with it.

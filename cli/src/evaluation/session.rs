@@ -16,6 +16,19 @@ use crate::launch::child::without_secrets;
 use crate::output::progress;
 use crate::temporary::Temporary;
 
+/// Fails if one of the files of a model is another one than that which was opened: figures of two models mean nothing.
+pub fn check_files(files: &[GgufFile]) -> Result<()> {
+    for file in files {
+        let path = file.source.path();
+        ensure!(
+            file.source.id().is_at(path),
+            "{} was replaced or written during the measurements: put it back, or start again in another folder",
+            text::path(path)
+        );
+    }
+    Ok(())
+}
+
 /// A model, a text, and a folder with base logits that goes at the end. The log of the program stays after a failure.
 pub struct Session<'a> {
     pub program: Program,
@@ -96,17 +109,9 @@ impl<'a> Session<'a> {
             .start(self.model, &self.base_path(), &self.log, variables, &[])
     }
 
-    /// Fails if a file of the model is another one by now: figures of two models mean nothing.
-    fn check_model(&self) -> Result<()> {
-        for file in self.files {
-            let path = file.source.path();
-            ensure!(
-                file.source.id().is_at(path),
-                "{} was replaced or written during the measurements: start again",
-                text::path(path)
-            );
-        }
-        Ok(())
+    /// Fails if a file of the model is another one by now.
+    pub fn check_model(&self) -> Result<()> {
+        check_files(self.files)
     }
 
     /// Evaluates another model once.

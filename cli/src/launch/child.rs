@@ -152,21 +152,11 @@ pub fn replace(mut command: Command) -> anyhow::Error {
 /// Starts a command that gets the signals that are sent to this process. Fails with [`NoThread`] if there can be no thread
 /// that passes them on.
 pub fn spawn(command: &mut Command, group: Group) -> Result<Child> {
-    // The child starts with the signals ignored that this process ignores (nohup, a script's `&`).
-    // A program with a handler of its own gets them, so all are passed on.
-    let is_ignored = interruption::ignored_signals();
-    let ignored: Vec<i32> = PASSED_ON
-        .into_iter()
-        .filter(|signal| is_ignored(*signal))
-        .collect();
     // From here on signals wait for the thread. In the child, exec restores the default.
     let mut signals = SignalsInfo::<WithOrigin>::new(PASSED_ON)?;
     let prepare = move || {
+        // A program with a handler of its own gets those that are ignored, so all are passed on.
         inherited::restore();
-        for signal in &ignored {
-            // SAFETY: a system call that may be made between fork and exec.
-            unsafe { libc::signal(*signal, libc::SIG_IGN) };
-        }
         // What ends this process without a chance to pass it on ends the child, too. This thread lives as long as the process.
         let _ = set_parent_process_death_signal(Some(Signal::KILL));
         Ok(())

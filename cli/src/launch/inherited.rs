@@ -2,14 +2,24 @@
 
 use std::mem::MaybeUninit;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Whether SIGPIPE was ignored. Rust's runtime ignores it in any case, and gives children its default.
-static IGNORED_PIPE: AtomicBool = AtomicBool::new(false);
-/// Whether SIGCHLD was ignored: the kernel would keep no exit status for this process.
-static IGNORED_CHILD: AtomicBool = AtomicBool::new(false);
+/// Signals that this process handles, or that Rust's runtime changes: it ignores SIGPIPE, and gives children its default. If
+/// SIGCHLD is ignored, the kernel keeps no exit status for this process.
+const SIGNALS: [libc::c_int; 8] = [
+    libc::SIGHUP,
+    libc::SIGINT,
+    libc::SIGQUIT,
+    libc::SIGTERM,
+    libc::SIGUSR1,
+    libc::SIGUSR2,
+    libc::SIGPIPE,
+    libc::SIGCHLD,
+];
+/// Those that were ignored, a bit each.
+static IGNORED: AtomicU64 = AtomicU64::new(0);
 /// The limit of open files.
 static OPEN_FILES: OnceLock<Rlimit> = OnceLock::new();
 
@@ -19,12 +29,11 @@ static OPEN_FILES: OnceLock<Rlimit> = OnceLock::new();
 static NOTE: extern "C" fn() = note;
 
 extern "C" fn note() {
-    IGNORED_PIPE.store(is_ignored(libc::SIGPIPE), Ordering::SeqCst);
-    if is_ignored(libc::SIGCHLD) {
-        IGNORED_CHILD.store(true, Ordering::SeqCst);
-        // SAFETY: no other thread runs yet.
-        unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
-    }
+    let ignored = SIGNALS.into_iter().filter(|signal| is_ignored(*signal));
+    let mask = ignored.fold(0, |mask, signal| mask | 1 << signal);
+    IGNORED.store(mask, Ordering::SeqCst);
+    // SAFETY: no other thread runs yet.
+    unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
 }
 
 fn is_ignored(signal: libc::c_int) -> bool {
@@ -49,15 +58,10 @@ pub fn raise_open_files() {
 
 /// Restores it in a child. Makes system calls only: may be called between fork and exec.
 pub fn restore() {
-    let ignored = [
-        (libc::SIGPIPE, &IGNORED_PIPE),
-        (libc::SIGCHLD, &IGNORED_CHILD),
-    ];
-    for (signal, is_ignored) in ignored {
-        if is_ignored.load(Ordering::SeqCst) {
-            // SAFETY: a system call that may be made between fork and exec.
-            unsafe { libc::signal(signal, libc::SIG_IGN) };
-        }
+    let mask = IGNORED.load(Ordering::SeqCst);
+    for signal in SIGNALS.into_iter().filter(|signal| mask >> signal & 1 == 1) {
+        // SAFETY: a system call that may be made between fork and exec.
+        unsafe { libc::signal(signal, libc::SIG_IGN) };
     }
     if let Some(limit) = OPEN_FILES.get() {
         let _ = setrlimit(Resource::Nofile, *limit);

@@ -462,10 +462,11 @@ pub fn run(options: &RunOptions, held: Option<Temporary>) -> Result<()> {
         eprintln!("llama-sidecar: {sentence}");
     }
     let limit = options.memory_limit.map(MemoryLimit::new).transpose()?;
-    let command = || -> Result<Command> {
-        let mut command = match &journal {
-            Some(journal) => prepared.command(&program, journal.as_ref()),
-            None => {
+    let is_loadable = journal.is_some();
+    let command = |journal: Option<&Journal>| -> Result<Command> {
+        let mut command = match is_loadable {
+            true => prepared.command(&program, journal),
+            false => {
                 let mut command = Command::new(&program.path);
                 command.args(&options.command[1..]);
                 command
@@ -476,17 +477,18 @@ pub fn run(options: &RunOptions, held: Option<Temporary>) -> Result<()> {
         }
         Ok(command)
     };
-    let spawned = child::spawn(&mut command()?, Group::Shared);
+    let journal = journal.flatten();
+    let spawned = child::spawn(&mut command(journal.as_ref())?, Group::Shared);
     if let Some(error) = spawned.as_ref().err().filter(|of| of.is::<NoThread>()) {
         eprintln!("llama-sidecar: there will be no summary: {error:#}");
-        return Err(child::replace(command()?));
+        drop(journal);
+        return Err(child::replace(command(None)?));
     }
     let mut child = spawned.with_context(|| {
         let obstacle = prepared.obstacle(&program);
         obstacle.unwrap_or_else(|| format!("cannot run {}", text::path(&program.path)))
     })?;
     let status = child::wait(&mut child)?;
-    let journal = journal.flatten();
     let events = journal.as_ref().map(Journal::read);
     if let Some(start) = start {
         let models = events.as_ref().map(Events::models).unwrap_or_default();

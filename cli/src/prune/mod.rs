@@ -11,7 +11,6 @@ pub mod search;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
-use sidecar_core::files::folder_of;
 use sidecar_core::gguf::{Access, GgufFile, new_paths, open_model};
 use sidecar_core::protocol::LayerMask;
 use sidecar_core::text;
@@ -19,7 +18,7 @@ use sidecar_core::text;
 use crate::control::mask;
 use crate::evaluation::session::Session;
 use crate::interruption;
-use crate::output::{Outputs, progress};
+use crate::output::{Outputs, check_distinct, progress};
 use crate::page;
 use crate::prune::search::{Found, Plan, SearchOptions};
 use crate::pruned::{Mixture, Pruned};
@@ -97,26 +96,9 @@ pub fn run(options: &PruneOptions) -> Result<()> {
             );
         }
     }
-    let real = |path: &Path| {
-        let beside = || Some(folder_of(path).canonicalize().ok()?.join(path.file_name()?));
-        path.canonicalize().ok().or_else(beside)
-    };
-    let real = |path: &PathBuf| real(path).unwrap_or_else(|| path.clone());
-    let mut paths: Vec<PathBuf> = all.iter().map(|(path, _)| real(path)).collect();
-    paths.sort_unstable();
-    let mut inputs = options.search.inputs().chain(&options.experts);
-    if let Some(input) = inputs.find(|path| paths.contains(&real(path))) {
-        bail!(
-            "{} is read, and would be replaced: name another path for what is written",
-            text::path(input)
-        );
-    }
-    if let Some(twice) = paths.windows(2).find(|pair| pair[0] == pair[1]) {
-        bail!(
-            "{} is named twice: each file needs a path of its own",
-            text::path(&twice[0])
-        );
-    }
+    let written: Vec<&Path> = all.iter().map(|(path, _)| path.as_path()).collect();
+    let inputs = options.search.inputs().chain(&options.experts);
+    check_distinct(&written, inputs.map(PathBuf::as_path))?;
     let model = Model {
         path: &options.model,
         files: &files,
@@ -206,6 +188,9 @@ fn search(options: &PruneOptions, model: &Model<'_>, given: Option<Vec<LayerMask
         options
             .search
             .session(&options.model, model.files, options.work.as_deref())?;
+    if let Some(check) = &options.search.check {
+        session.program.try_text(&options.model, check)?;
+    }
     let mut found = Found::default();
     let result = measure(&plan, model, &mut session, &mut found);
     // Whatever failed: the evaluations may have taken hours.

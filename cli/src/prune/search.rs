@@ -56,7 +56,7 @@ pub struct SearchOptions {
     ///
     /// They fit the first one. Exchanges that diverge more there are undone.
     #[arg(long, value_name = "FILE", requires = "text")]
-    check: Option<PathBuf>,
+    pub check: Option<PathBuf>,
     /// The order in which experts are tried.
     #[arg(
         long,

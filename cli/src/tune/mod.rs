@@ -48,7 +48,8 @@ use sidecar_core::text;
 
 use crate::evaluation::base::{self, Base};
 use crate::evaluation::program::{EvaluationOptions, Program};
-use crate::output::Outputs;
+use crate::evaluation::session::check_files;
+use crate::output::{Outputs, check_distinct};
 use crate::pruned::Mixture;
 use crate::sizes::{size, time};
 use candidate::{Candidate, Origin};
@@ -57,8 +58,9 @@ use identity::Identities;
 use imatrix::Matrix;
 use kept::Quantizer;
 use model::{Model, Tensor};
-pub use notes::on_interruption;
-use record::{BASE_LOGITS, Record, make_folder};
+pub use notes::{of_folder, on_interruption};
+pub use record::BASE_LOGITS;
+use record::{Record, make_folder};
 use results::{Goal, Results};
 pub use sweep::ggml_library;
 use sweep::{Cut, Plan, Sweep};
@@ -100,7 +102,7 @@ pub struct TuneOptions {
     /// May be repeated. With --size, the lists and the types are chosen together.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["bpw", "prepare"])]
     experts: Vec<PathBuf>,
-    /// Choose types so that the file is not larger than this, for example 5G.
+    /// Choose types so that the file is not larger than this: 5G is 5 GiB, 5GB are 5 x 10^9 bytes.
     #[arg(long, value_name = "SIZE", value_parser = size)]
     size: Option<u64>,
     /// Choose types so that the tensors have at most so many bits a weight.
@@ -206,6 +208,9 @@ fn tune(options: &TuneOptions, caller: &mut dyn Caller, begun: &mut Option<PathB
     if let Some(path) = &options.output {
         // Not after the measurements.
         options.outputs.check(path, "GGUF").context("-o")?;
+        let read = [&options.text, &options.base, &options.imatrix];
+        let read = read.into_iter().flatten().chain(&options.experts);
+        check_distinct(&[path], read.map(PathBuf::as_path))?;
     }
     let matrix = options.imatrix.as_deref().map(Matrix::load).transpose()?;
     let candidates = options.types.iter().map(|text| Candidate::parse(text));
@@ -331,6 +336,7 @@ fn tune(options: &TuneOptions, caller: &mut dyn Caller, begun: &mut Option<PathB
     for note in notes::before(&plan) {
         eprintln!("llama-sidecar: {note}");
     }
+    plan.check_space(options.output.as_deref().zip(options.size))?;
     let logits = folder.join(BASE_LOGITS);
     let makes_base = options.base.is_none() && !options.prepare && !logits.exists();
     if let Some(chunks) = options.evaluation.chunks.filter(|_| makes_base) {
@@ -569,6 +575,7 @@ fn make_base(
         None => options.evaluation.chunks,
     };
     write(chunks)?;
+    check_files(&source.files)?;
     let written = std::fs::File::open(&part).and_then(|file| {
         file.sync_all()?;
         std::fs::rename(&part, &path)

@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::Result;
 use sidecar_core::text;
 
-use super::candidate::Origin;
 use super::mix::file_type;
 use super::results::{Recipe, Results};
 use super::sweep::Plan;
@@ -24,20 +23,14 @@ pub fn before(plan: &Plan<'_>) -> Vec<String> {
         let tensors = source.files.iter().flat_map(|file| &file.header.tensors);
         let (_, name) = file_type(tensors.map(|info| (info.ty, info.nbytes)));
         notes.push(format!(
-            "{} is quantised already ({name}), so its tensors are quantised a second time: pass the original model to --reference for better ones",
+            "{} is quantised already ({name}), so its tensors are quantised a second time: use the original model, or pass it to --reference of 'tune', for better ones",
             text::path(&source.path)
         ));
     }
-    let quantised = plan.candidates.iter().zip(&plan.outcomes);
-    let quantised = quantised.filter(|(of, _)| matches!(of.origin, Origin::Type(_)));
-    let bytes: u64 = quantised
-        .flat_map(|(_, outcomes)| outcomes)
-        .map(|outcome| outcome.bytes)
-        .sum();
     notes.push(format!(
         "{} keeps the base logits and {} of quantised tensors",
         text::path(&plan.folder),
-        size_text(bytes as f64)
+        size_text(plan.quantised_bytes() as f64)
     ));
     notes
 }
@@ -103,7 +96,7 @@ pub fn of_folder(folder: &Path) -> String {
 /// Returns what a failed command leaves.
 pub fn of_failure(folder: &Path) -> String {
     format!(
-        "{} has what was measured before the error: run the same command again to continue, or remove the folder",
+        "{} has what was measured: a further command for this model continues there; remove it if you need none",
         text::path(folder)
     )
 }

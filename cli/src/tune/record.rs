@@ -134,7 +134,7 @@ fn lock(folder: &Path) -> Result<Lock> {
     match file.try_lock() {
         Ok(()) => Ok(Lock(file)),
         Err(TryLockError::WouldBlock) => bail!(
-            "another 'llama-sidecar tune' uses {}: wait for its end, or name another folder with --work",
+            "another command uses {}: wait for its end, or name another folder with --work",
             text::path(folder)
         ),
         Err(TryLockError::Error(error)) => Err(error).with_context(explain),
@@ -221,9 +221,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let open = || Record::open(folder.path());
         let mut record = open().expect("a record");
-        assert!(
-            open().is_err_and(|error| error.to_string().contains("another 'llama-sidecar tune'"))
-        );
+        assert!(open().is_err_and(|error| error.to_string().contains("another command uses")));
         record.add(measurement("a")).expect("written");
         record.add(measurement("b")).expect("written");
         drop(record);

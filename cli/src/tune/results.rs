@@ -182,7 +182,7 @@ impl<'a> Results<'a> {
         }
         ensure!(
             !found.is_empty(),
-            "no mix of these types is as small as the limit: the smallest has {smallest} bytes ({}, {:.3} bits a weight); raise --size or --bpw, or add a smaller type to --types",
+            "no mix of these types is as small as the limit: the smallest has {smallest} bytes ({}, {:.3} bits a weight); raise the limit, or add a smaller type to --types",
             size_text(smallest as f64),
             smallest.saturating_sub(header) as f64 * 8.0 / weights
         );

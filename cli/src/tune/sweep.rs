@@ -17,8 +17,10 @@ use super::record::{BASE_LOGITS, Measurement, Record};
 use crate::control::mask;
 use crate::evaluation::base::Base;
 use crate::evaluation::program::{MASKS, Program, Running};
+use crate::evaluation::session::check_files;
 use crate::evaluation::statistics::Statistics;
 use crate::pruned::{Mixture, Pruned};
+use crate::space::Need;
 
 /// The key of the measurement without overlays.
 const BASELINE: &str = "baseline";
@@ -99,6 +101,27 @@ pub struct Chosen {
 }
 
 impl Plan<'_> {
+    /// Returns the bytes of quantised tensors in the work folder.
+    pub fn quantised_bytes(&self) -> u64 {
+        let all = self.candidates.iter().zip(&self.outcomes);
+        let quantised = all.filter(|(of, _)| matches!(of.origin, Origin::Type(_)));
+        let outcomes = quantised.flat_map(|(_, outcomes)| outcomes);
+        outcomes.map(|outcome| outcome.bytes).sum()
+    }
+
+    /// Fails if there is too little space for the work folder, or for a new model of at most so many bytes: before the
+    /// measurements.
+    pub fn check_space(&self, output: Option<(&Path, u64)>) -> Result<()> {
+        let tensors = self.folder.join("tensors");
+        let there: u64 = tensors.read_dir().map_or(0, |entries| {
+            let sizes = entries.flatten().filter_map(|entry| entry.metadata().ok());
+            sizes.map(|found| found.len()).sum()
+        });
+        let left = self.quantised_bytes().saturating_sub(there);
+        let needs = Need::of(output.into_iter().chain([(&*tensors, left)]))?;
+        needs.iter().try_for_each(Need::check)
+    }
+
     /// Returns how many chunks of the text are evaluated.
     pub fn chunks(&self) -> Result<Option<u32>> {
         Base::read(&self.folder.join(BASE_LOGITS)).map(|base| Some(base.chunks))
@@ -189,6 +212,7 @@ impl<'a> Sweep<'a> {
         let found = plan
             .program
             .evaluate_rounding(&plan.model.path, &self.base, &log)?;
+        check_files(&plan.model.files)?;
         let Some((_, statistics)) = found else {
             return Ok(None);
         };
@@ -289,6 +313,8 @@ impl<'a> Sweep<'a> {
             .program
             .start(&plan.model.path, &self.base, &log, variables, &[])?;
         let found = running.first()?;
+        // From now on the process has this file, whatever the path leads to.
+        check_files(&plan.model.files)?;
         match self.record.find(BASELINE) {
             Some(known) => ensure!(
                 known.statistics == found,

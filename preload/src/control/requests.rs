@@ -41,11 +41,15 @@ pub fn no_effect() -> Vec<NoEffect> {
     EFFECT.obstacles()
 }
 
-/// Listens at `path`. `no_effect` returns what was requested and had no effect.
-pub fn start(path: &Path, no_effect: fn() -> Vec<NoEffect>) {
+/// Listens at `path`, which the user has named if `is_requested` is true. `no_effect` returns what was requested and had no
+/// effect.
+pub fn start(path: &Path, is_requested: bool, no_effect: fn() -> Vec<NoEffect>) {
     let _ = NO_EFFECT.set(no_effect);
     match clients::start(path, reply) {
         Ok(()) => drop(rounds::drive()),
+        Err(error) if !is_requested => {
+            log::warn!("there is no control socket {}: {error}", text::path(path))
+        }
         Err(error) => {
             let sentence = format!(
                 "--socket (LLAMA_SIDECAR_CONTROL): cannot create the control socket {}: {error}; choose another path, for several processes one with %p, which stands for the process id",

@@ -42,7 +42,12 @@ pub fn finish_on_signals(finish: fn()) {
             let mut ours: libc::sigaction = std::mem::zeroed();
             ours.sa_sigaction = OURS as usize;
             ours.sa_flags = libc::SA_RESTART;
-            libc::sigaction(signal, &ours, std::ptr::null_mut());
+            let mut before: libc::sigaction = std::mem::zeroed();
+            libc::sigaction(signal, &ours, &mut before);
+            // The program has installed a handler meanwhile.
+            if before.sa_sigaction != libc::SIG_DFL {
+                libc::sigaction(signal, &before, std::ptr::null_mut());
+            }
         }
     }
 }
