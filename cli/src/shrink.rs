@@ -211,12 +211,12 @@ fn lists(
     )?;
     let lists = search::least(&options.text, mixture, &counts, &mut session);
     let written = lists.and_then(|lists| {
+        session.check_model()?;
         paths
             .iter()
             .zip(&lists)
             .try_for_each(|(path, experts)| Outputs::default().write(path, &prune::list(experts)?))
     });
-    let written = written.and_then(|()| session.check_model());
     session.end(written, Ok(()))?;
     Ok(paths)
 }
