@@ -697,8 +697,13 @@ fn without_options_run_uses_what_a_comparison_has_found() {
         found.contains(needed) && !found.contains("MEMORY_MB"),
         "{found}"
     );
-    for options in [&["--hotswap"][..], &["--none"]] {
-        let found = run(&[options, &["--", "true", "-m", "x"]].concat());
+    let found = run(&["--hotswap", "--", "true", "-m", "x"]);
+    assert!(
+        found.contains(needed) && !found.contains("2.50 times"),
+        "{found}"
+    );
+    for option in ["--none", "--page-lock"] {
+        let found = run(&[option, "--", "true", "-m", "x"]);
         assert!(!found.contains("LLAMA_EXPERT_STREAM"), "{found}");
     }
     // A damaged file is no file.

@@ -449,10 +449,6 @@ fn connect(socket: &Path, request: &Request, time: Option<Duration>) -> Result<U
                 None => "its folder belongs to others: run this command as the user of the program"
                     .into(),
             },
-            ErrorKind::ConnectionRefused => {
-                "the program that made this socket has ended without removing it: start it again"
-                    .into()
-            }
             ErrorKind::WouldBlock => {
                 "the program is stopped, or too many clients wait: try again".into()
             }
@@ -461,6 +457,10 @@ fn connect(socket: &Path, request: &Request, time: Option<Duration>) -> Result<U
                 .is_ok_and(|of| !of.file_type().is_socket()) =>
             {
                 "it is no socket: name that of a running program, see 'run --socket'".into()
+            }
+            ErrorKind::ConnectionRefused => {
+                "the program that made this socket has ended without removing it: start it again"
+                    .into()
             }
             _ if text::path(socket).contains('*') => {
                 "a pattern can be used with 'ctl metrics --listen' alone".into()

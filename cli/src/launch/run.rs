@@ -658,10 +658,12 @@ fn variables(options: &RunOptions, preload: &Path) -> Vec<Setting> {
     all.extend(options.set.iter().cloned());
     let parse = |all: &[Setting]| Config::parse(|name| value_of(all, name));
     if !options.none && !is_ours(&options.command[0]) && value_of(&all, STREAM).is_none() {
-        match parse(&all).is_used() {
-            false => all.extend(defaults(options)),
-            // Whatever else is on: a model that fits into memory is loaded and evaluated as without it.
-            true => all.push((STREAM, "needed".into())),
+        let config = parse(&all);
+        if !config.is_used() {
+            all.extend(defaults(options));
+        } else if !config.program_postfetch.is_used() {
+            // A model that fits into memory is loaded and evaluated as without it. Pages that are locked are not streamed.
+            all.push((STREAM, "needed".into()));
         }
     }
     let config = parse(&all);
