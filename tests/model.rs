@@ -1,8 +1,10 @@
 //! Opening models, shards, lazy loading, arenas.
 
 use std::path::{Path, PathBuf};
+use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use llama_sidecar::device::{Device, HostDevice};
 use llama_sidecar::model::{Model, Options, Placement, State};
@@ -11,6 +13,7 @@ use sidecar_core::experts::{ExpertIndex, ExpertName, Projection, Routing};
 use sidecar_core::gguf::{Access, GgufFile, Value};
 use tempfile::TempDir;
 use testkit::fixtures::fixture;
+use testkit::process::in_own_process;
 use testkit::writer::{F16, F32, Gguf, Kv, Q4_0, Q8_0, vocabulary, weights, write_shards};
 
 fn sample() -> Gguf {
@@ -566,4 +569,34 @@ fn a_table_of_tokens_chooses_experts() {
     let error = routing.check_layer(3).expect_err("a table");
     assert!(error.contains("blk.3.ffn_gate_tid2eid.weight"), "{error}");
     assert_eq!(routing.check_layer(4), Ok(()));
+}
+
+/// A mapping ends by SIGBUS where its file was cut: the header is read.
+#[test]
+fn a_file_that_is_cut_while_it_is_opened_ends_no_process() {
+    let name = "a_file_that_is_cut_while_it_is_opened_ends_no_process";
+    if let Some(status) = in_own_process(name, Stdio::null()) {
+        return assert!(status.success(), "{status}");
+    }
+    let mut file = sample();
+    file.kvs.extend(vocabulary(100_000));
+    let (_folder, path) = written(&file);
+    let bytes = std::fs::read(&path).unwrap();
+    let writer = path.clone();
+    let rest = AtomicUsize::new(1);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while rest.load(Ordering::Relaxed) > 0 {
+                std::fs::write(&writer, &bytes).unwrap();
+                std::thread::sleep(Duration::from_micros(500));
+            }
+        });
+        let (since, mut seen) = (Instant::now(), [0; 2]);
+        while seen.iter().any(|count| *count < 20) && since.elapsed() < Duration::from_secs(60) {
+            let is_whole = GgufFile::open(&path, Access::Map).is_ok();
+            seen[usize::from(is_whole)] += 1;
+        }
+        rest.store(0, Ordering::Relaxed);
+        assert!(seen.iter().all(|count| *count >= 20), "{seen:?}");
+    });
 }
