@@ -32,7 +32,7 @@ const MOST_LINES: [(&str, usize); 9] = [
     ("xtask", 10_600),
     ("testkit", 4_700),
     ("ggml-quantize", 600),
-    ("tests", 32_150),
+    ("tests", 32_200),
     ("benches", 3_850),
 ];
 
