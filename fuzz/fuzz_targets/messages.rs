@@ -23,6 +23,11 @@ fn again<T: Serialize + DeserializeOwned + Debug>(bytes: &[u8]) {
         assert!(written.ends_with('\n') && !written[..written.len() - 1].contains('\n'));
         let again: T =
             serde_json::from_str(&written).unwrap_or_else(|error| panic!("{error}: {written}"));
+        // Infinity is written as null, which is no value where one may be missing.
+        if written.contains("null") && line(&again) != written {
+            let third: T = serde_json::from_str(&line(&again)).expect("it was written");
+            return assert_eq!(line(&third), line(&again));
+        }
         assert_eq!(line(&again), written);
     }
 }
