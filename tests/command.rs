@@ -56,6 +56,12 @@ fn a_command_line_in_the_wrong_order_is_explained() {
         &["run", "--no-such-option", "true"],
         "unexpected argument '--no-such-option'",
     );
+    // It is not opened, which would wait for a writer.
+    let folder = tempfile::tempdir().expect("a folder");
+    let fifo = folder.path().join("fifo").display().to_string();
+    let made = Command::new("mkfifo").arg(&fifo).status();
+    assert!(made.expect("it starts").success());
+    says(&["run", &fifo], "is not executable");
 }
 
 /// A program gets ignored signals and the limit of open files as `run` has them, and its status is that of `run`.

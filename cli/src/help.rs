@@ -1,8 +1,10 @@
 //! The help of the commands, and names that commands had.
 
+use std::ffi::OsString;
 use std::fmt::Write;
 use std::process::exit;
 
+use anyhow::{Result, anyhow};
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Command, Parser};
@@ -116,6 +118,14 @@ pub fn parse<P: Parser>() -> P {
             eprintln!("{}", text.trim_end());
             exit(error.exit_code())
         }
+    })
+}
+
+/// Parses words that this program has made, or that are options of another command. The error is its first line.
+pub fn parsed<P: Parser>(words: impl IntoIterator<Item = OsString>) -> Result<P> {
+    P::try_parse_from(words).map_err(|error| {
+        let text = error.to_string();
+        anyhow!("{}", text.lines().next().unwrap_or_default())
     })
 }
 

@@ -18,6 +18,8 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use signal_hook::iterator::Signals;
 use signal_hook::low_level::emulate_default_handler;
 
+use crate::inherited;
+
 /// How long processes may take to end that programs have left.
 const LAST_WAIT: Duration = Duration::from_secs(5);
 
@@ -53,19 +55,10 @@ fn owned() -> MutexGuard<'static, Owned> {
     OWNED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns a function that returns which signals this process ignores.
-pub fn ignored_signals() -> impl Fn(i32) -> bool {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
-    move |signal| mask.unwrap_or(0) >> (signal - 1) & 1 == 1
-}
-
 /// Calls a function in a thread of its own for each signal that ends a process and is not ignored.
 pub fn on_signals(mut call: impl FnMut(i32) + Send + 'static) -> Result<()> {
-    let is_ignored = ignored_signals();
     let signals = [SIGHUP, SIGINT, SIGQUIT, SIGTERM].into_iter();
-    let mut signals = Signals::new(signals.filter(|signal| !is_ignored(*signal)))?;
+    let mut signals = Signals::new(signals.filter(|signal| !inherited::is_ignored(*signal)))?;
     let thread = std::thread::Builder::new().name("signals".into());
     thread.spawn(move || signals.forever().for_each(&mut call))?;
     Ok(())

@@ -30,6 +30,7 @@
 //! | [`output`] | texts and models in files, progress |
 //! | [`temporary`] | folders that are removed, also after a signal |
 //! | [`interruption`] | keys and signals that end a command that measures |
+//! | [`inherited`] | limits and ignored signals, which programs get as this one had them |
 //! | [`words`] | words of a command, as text for a shell |
 //! | [`sizes`], [`space`] | sizes, times, shares and tables as text; free space |
 //! | [`help`] | the help of the commands, and names that commands had |
@@ -52,6 +53,7 @@ mod exporter;
 mod generate;
 mod help;
 mod http;
+mod inherited;
 mod inspect;
 mod interruption;
 mod launch;
@@ -83,7 +85,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{CommandFactory, Parser, Subcommand};
 use control::{Control, Limit};
-use launch::{child, doctor, inherited, proof, run};
+use launch::{child, doctor, proof, run};
 use sidecar_core::config::margin;
 use sidecar_core::protocol::Request;
 

@@ -54,6 +54,13 @@ impl Outputs {
     }
 }
 
+/// Returns a path beside another one, whose name ends with more.
+pub fn beside(path: &Path, end: &str) -> PathBuf {
+    let mut path = path.as_os_str().to_owned();
+    path.push(end);
+    path.into()
+}
+
 /// Fails if a file that is read would be replaced, or if two outputs have one path.
 pub fn check_distinct<'a>(
     outputs: &[&Path],

@@ -14,9 +14,9 @@ use sidecar_core::reload::hash_bytes;
 use sidecar_core::text;
 
 use crate::evaluation::program::EvaluationOptions;
-use crate::evaluation::session::Session;
+use crate::evaluation::session::{Session, check_files};
 use crate::evaluation::statistics::Statistics;
-use crate::output::{Outputs, check_distinct, progress};
+use crate::output::{Outputs, beside, check_distinct, progress};
 use crate::prune::{self, search};
 use crate::pruned::Mixture;
 use crate::sizes::{Table, size, size_text, time};
@@ -73,6 +73,13 @@ pub struct ShrinkOptions {
     evaluation: EvaluationOptions,
 }
 
+impl ShrinkOptions {
+    fn texts(&self) -> impl Iterator<Item = &Path> {
+        let all = [Some(&self.text), self.check.as_ref()];
+        all.into_iter().flatten().map(PathBuf::as_path)
+    }
+}
+
 /// A model in the table: its size, experts in each layer, and figures of both texts as far as they are known.
 #[derive(Serialize)]
 struct Row {
@@ -85,7 +92,8 @@ struct Row {
     check: Option<Statistics>,
 }
 
-/// What another text shows: of the model as it is, with other rounding, and of the new model.
+/// What a text shows: of the model as it is, with other rounding, and of the new model.
+#[derive(Clone, Copy)]
 struct Checked {
     before: Statistics,
     rounding: Option<Statistics>,
@@ -109,12 +117,10 @@ pub fn run(options: &ShrinkOptions) -> Result<()> {
         .with_context(|| format!("cannot read the model {}", text::path(&options.model)))?;
     // Not after the measurements.
     options.outputs.check(&options.output, "GGUF")?;
-    let texts = [Some(&options.text), options.check.as_ref()];
-    let texts: Vec<&Path> = texts.into_iter().flatten().map(PathBuf::as_path).collect();
-    let read = texts.iter().copied();
-    check_distinct(&[&options.output], read.chain(options.imatrix.as_deref()))?;
+    let read = options.texts().chain(options.imatrix.as_deref());
+    check_distinct(&[&options.output], read)?;
     let program = options.evaluation.program(None)?;
-    program.check(&texts)?;
+    program.check(&options.texts().collect::<Vec<_>>())?;
     let bytes: u64 = files.iter().map(|file| file.source.id().size).sum();
     ensure!(
         options.size < bytes,
@@ -125,11 +131,8 @@ pub fn run(options: &ShrinkOptions) -> Result<()> {
     if let Some(check) = &options.check {
         program.try_text(&options.model, check)?;
     }
-    let work = options.work.clone().unwrap_or_else(|| {
-        let mut path = options.model.clone().into_os_string();
-        path.push(".shrink");
-        path.into()
-    });
+    let work = options.work.clone();
+    let work = work.unwrap_or_else(|| beside(&options.model, ".shrink"));
     fs::create_dir_all(&work)
         .and_then(|()| sidecar_core::files::check_owner(&fs::metadata(&work)?))
         .with_context(|| format!("cannot use the work folder {}", text::path(&work)))?;
@@ -167,12 +170,10 @@ pub fn run(options: &ShrinkOptions) -> Result<()> {
         written: None,
         checked: None,
     };
-    let measured = tune::measure(words, &mut shrinking);
-    if measured.is_err() {
+    tune::measure(words, &mut shrinking).inspect_err(|_| {
         // Only one that is empty.
         let _ = fs::remove_dir(&work);
-    }
-    measured
+    })
 }
 
 /// Returns files of experts to leave out, which are made unless they are there for these files and this text.
@@ -211,7 +212,7 @@ fn lists(
     )?;
     let lists = search::least(&options.text, mixture, &counts, &mut session);
     let written = lists.and_then(|lists| {
-        session.check_model()?;
+        check_files(files)?;
         paths
             .iter()
             .zip(&lists)
@@ -224,20 +225,16 @@ fn lists(
 impl tune::Caller for Shrinking<'_> {
     fn check(&mut self, results: &Results<'_>, model: &Path) -> Result<()> {
         self.measure(results, model)?;
-        let (text, baseline) = (&self.options.text, &results.baseline);
-        let of_text = self.written.map(|after| (text, *baseline, after));
-        let of_other = self.checked.as_ref().zip(self.options.check.as_ref());
-        let of_other = of_other.map(|(of, other)| (other, of.before, of.after));
-        for (text, before, after) in of_text.into_iter().chain(of_other) {
-            if self.options.accept || after.ppl.mean < RUINED * before.ppl.mean {
+        for (text, of) in self.of_texts(results) {
+            if self.options.accept || of.after.ppl.mean < RUINED * of.before.ppl.mean {
                 continue;
             }
             self.show(results);
             bail!(
                 "the new model was not kept: its perplexity is {:.2} with {}, and that of the model as it is {:.2}: raise --size, or pass --accept",
-                after.ppl.mean,
+                of.after.ppl.mean,
                 text::path(text),
-                before.ppl.mean
+                of.before.ppl.mean
             );
         }
         Ok(())
@@ -279,7 +276,7 @@ impl Shrinking<'_> {
                     .map(|(_, statistics)| statistics),
                 after: session.evaluate(model)?,
             });
-            session.check_model()
+            check_files(self.files)
         };
         let measured = measure();
         session.end(measured, Ok(()))
@@ -366,14 +363,9 @@ impl Shrinking<'_> {
             text::line(&path.file_name().unwrap_or_default().to_string_lossy()).into_owned()
         };
         let mut head = vec!["model".to_owned(), "size".into(), "experts".into()];
-        for path in [Some(&self.options.text), self.options.check.as_ref()]
-            .into_iter()
-            .flatten()
-        {
-            head.extend(
-                ["KL divergence", "same top", "perplexity"]
-                    .map(|of| format!("{of}, {}", name(path))),
-            );
+        for path in self.options.texts() {
+            let figures = ["KL divergence", "same top", "perplexity"];
+            head.extend(figures.map(|of| format!("{of}, {}", name(path))));
         }
         let mut table = Table::new(head.iter().map(String::as_str));
         for row in rows {
@@ -398,39 +390,34 @@ impl Shrinking<'_> {
         table
     }
 
+    /// Returns each text with what it shows.
+    fn of_texts(&self, results: &Results<'_>) -> Vec<(&Path, Checked)> {
+        let first = self.written.map(|after| Checked {
+            before: results.baseline,
+            rounding: results.rounding,
+            after,
+        });
+        let all = first.into_iter().chain(self.checked);
+        self.options.texts().zip(all).collect()
+    }
+
     /// Returns what the new model costs, for each text.
     fn sentences(&self, results: &Results<'_>) -> Vec<String> {
-        let sentence = |path: &Path,
-                        before: &Statistics,
-                        rounding: Option<&Statistics>,
-                        after: &Statistics| {
-            let floor = rounding.map_or(before.kld, |of| of.kld);
-            let beyond = match after.kld.mean <= floor.mean || after.kld.is_equal_to(&floor) {
+        let sentence = |(path, of): (&Path, Checked)| {
+            let floor = of.rounding.unwrap_or(of.before).kld;
+            let beyond = match of.after.kld.is_within(&floor) {
                 true => "is no worse than rounding, as far as this text shows".to_owned(),
                 false => format!(
                     "is worse than rounding by a KL divergence of {:.6}",
-                    after.kld.mean - floor.mean
+                    of.after.kld.mean - floor.mean
                 ),
             };
             format!(
                 "{}: the new model {beyond}; its perplexity is {:+.2} %",
                 text::path(path),
-                100.0 * (after.ppl.mean / before.ppl.mean - 1.0)
+                100.0 * (of.after.ppl.mean / of.before.ppl.mean - 1.0)
             )
         };
-        let recipe = results.recipe.iter().map(|recipe| {
-            sentence(
-                &self.options.text,
-                &results.baseline,
-                results.rounding.as_ref(),
-                &self.written.unwrap_or(recipe.statistics),
-            )
-        });
-        let checked = self
-            .checked
-            .iter()
-            .zip(&self.options.check)
-            .map(|(of, path)| sentence(path, &of.before, of.rounding.as_ref(), &of.after));
-        recipe.chain(checked).collect()
+        self.of_texts(results).into_iter().map(sentence).collect()
     }
 }

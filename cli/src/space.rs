@@ -52,6 +52,14 @@ impl Need {
     }
 }
 
+/// Returns the bytes of the files in a folder, without those of inner folders.
+pub fn used_in(folder: &Path) -> u64 {
+    let entries = folder.read_dir().into_iter().flatten().flatten();
+    let sizes = entries.filter_map(|entry| entry.metadata().ok());
+    let files = sizes.filter(|found| found.is_file());
+    files.map(|found| found.len()).sum()
+}
+
 /// Returns the space needed on the file system of `path`.
 pub fn needed_at(needs: &[Need], path: &Path) -> Result<u64> {
     let device = fs::metadata(folder_of(path))?.dev();

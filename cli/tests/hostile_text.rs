@@ -44,6 +44,10 @@ const ROWS: &[(&str, &str)] = &[
     ("undo", "-s SOCKET"),
     ("undo", "--json -s SOCKET"),
     ("swap", "--live -s SOCKET --tensor .* --from OTHER"),
+    (
+        "shrink",
+        "MODEL --text TRACE --size 1K -o OUT.gguf --program MISSING",
+    ),
     ("tune", "MODEL --text TRACE --types q4_0 --program MISSING"),
     ("prune", "MODEL --experts LIST -o OUT.gguf"),
     ("prune", "MODEL --experts MASKS -o OUT.gguf"),

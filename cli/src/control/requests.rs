@@ -29,7 +29,7 @@ use crate::print::stdout;
 use crate::sizes::time;
 use crate::words::quoted;
 
-/// What a swap does not change.
+/// What a change of weights, masks or a margin leaves.
 pub const CACHED: &str = "note: a cached prompt keeps the keys and values of before the change: send \"cache_prompt\": false, or empty the slots of llama-server with 'ctl reload --server URL'";
 /// How long a request is repeated while other clients have all connections.
 const PATIENCE: Duration = Duration::from_secs(30);

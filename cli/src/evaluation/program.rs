@@ -20,9 +20,9 @@ use sidecar_core::text;
 use super::base::{self, Base, TOO_SHORT};
 use super::statistics::{self, Statistics};
 use crate::control::{self, Limit, sockets};
+use crate::inherited;
 use crate::interruption;
 use crate::launch::executable::{Executable, ld_preload, preload_library};
-use crate::launch::inherited;
 use crate::launch::journal::{JOURNAL, Journal};
 use crate::output::progress;
 use crate::temporary::Temporary;
@@ -145,12 +145,10 @@ impl Program {
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log.try_clone()?);
-        // SAFETY: system calls between fork and exec.
+        inherited::restore_in(&mut command);
+        // SAFETY: one system call between fork and exec.
         unsafe {
-            command.pre_exec(|| {
-                inherited::restore();
-                Ok(set_parent_process_death_signal(Some(Signal::KILL))?)
-            });
+            command.pre_exec(|| Ok(set_parent_process_death_signal(Some(Signal::KILL))?));
         }
         Ok(command)
     }

@@ -42,8 +42,8 @@ pub struct Session<'a> {
 }
 
 impl<'a> Session<'a> {
-    /// Prepares evaluations of these texts, for a caller that ends at signals; the folder is in `work`, or where temporary files are. Fails before anything
-    /// is evaluated if something is missing.
+    /// Prepares evaluations of these texts, for a caller that ends at signals; the folder is in `work`, or where temporary
+    /// files are. Fails before anything is evaluated if something is missing, or if a later text is too short.
     pub fn new(
         program: Program,
         (model, files): (&'a Path, &'a [GgufFile]),
@@ -52,6 +52,10 @@ impl<'a> Session<'a> {
         work: Option<&Path>,
     ) -> Result<Session<'a>> {
         program.check(texts)?;
+        // The first one is evaluated before all else.
+        for text in texts.iter().skip(1) {
+            program.try_text(model, text)?;
+        }
         let parent = work.map_or_else(std::env::temp_dir, Path::to_owned);
         let explain = || format!("cannot write to {}", text::path(&parent));
         let folder = Temporary::new_in(&parent).with_context(explain)?;
@@ -90,7 +94,7 @@ impl<'a> Session<'a> {
             "evaluating {} with the model as it is",
             text::path(text)
         ));
-        self.check_model()?;
+        check_files(self.files)?;
         let base = self.base_path();
         let base = self
             .program
@@ -104,14 +108,9 @@ impl<'a> Session<'a> {
 
     /// Starts the program with these variables. Its first evaluation begins.
     pub fn start(&self, variables: &[(&str, impl AsRef<OsStr>)]) -> Result<Running> {
-        self.check_model()?;
+        check_files(self.files)?;
         self.program
             .start(self.model, &self.base_path(), &self.log, variables, &[])
-    }
-
-    /// Fails if a file of the model is another one by now.
-    pub fn check_model(&self) -> Result<()> {
-        check_files(self.files)
     }
 
     /// Evaluates another model once.

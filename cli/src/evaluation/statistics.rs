@@ -38,6 +38,11 @@ impl Figure {
         (values.len() > 1).then_some(Figure { mean, error })
     }
 
+    /// Returns whether a divergence is no more than that of rounding, as far as the errors show.
+    pub fn is_within(&self, rounding: &Figure) -> bool {
+        self.mean <= rounding.mean || self.is_equal_to(rounding)
+    }
+
     /// Returns whether the difference of two figures is within two standard errors.
     pub fn is_equal_to(&self, other: &Figure) -> bool {
         // Not `hypot`: its symbol needs glibc 2.35.

@@ -28,8 +28,8 @@ use signal_hook::low_level::siginfo::{Cause, Origin};
 
 use crate::words::quoted;
 
+use crate::inherited;
 use crate::interruption;
-use crate::launch::inherited;
 
 /// Signals with which users control a program.
 const PASSED_ON: [i32; 6] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2];
@@ -139,24 +139,18 @@ pub struct NoThread(std::io::Error);
 
 /// Runs a command in place of this process. Returns only if it cannot be run.
 pub fn replace(mut command: Command) -> anyhow::Error {
-    // SAFETY: system calls between fork and exec.
-    unsafe {
-        command.pre_exec(|| {
-            inherited::restore();
-            Ok(())
-        });
-    }
+    inherited::restore_in(&mut command);
     command.exec().into()
 }
 
 /// Starts a command that gets the signals that are sent to this process. Fails with [`NoThread`] if there can be no thread
 /// that passes them on.
 pub fn spawn(command: &mut Command, group: Group) -> Result<Child> {
+    // A program with a handler of its own gets the signals that are ignored, so all are passed on.
+    inherited::restore_in(command);
     // From here on signals wait for the thread. In the child, exec restores the default.
     let mut signals = SignalsInfo::<WithOrigin>::new(PASSED_ON)?;
     let prepare = move || {
-        // A program with a handler of its own gets those that are ignored, so all are passed on.
-        inherited::restore();
         // What ends this process without a chance to pass it on ends the child, too. This thread lives as long as the process.
         let _ = set_parent_process_death_signal(Some(Signal::KILL));
         Ok(())

@@ -48,24 +48,12 @@ pub struct Image {
 impl Executable {
     /// Finds a program in `PATH`, as a shell does.
     pub fn find(word: &OsStr) -> Result<Executable> {
-        let path = match Path::new(word).components().count() {
-            0 => bail!("expected a command"),
-            1 => {
-                let all = std::env::var_os("PATH").unwrap_or_default();
-                let places = std::env::split_paths(&all).map(|place| place.join(word));
-                let mut runnable = places.filter(|path| is_executable(path));
-                runnable.next().with_context(|| {
-                    format!(
-                        "{} is not in PATH: pass the path of the program, or install it",
-                        text::path(Path::new(word))
-                    )
-                })?
-            }
-            _ => PathBuf::from(word),
-        };
+        let path = resolve(word)?;
         let found = std::fs::metadata(&path)
             .with_context(|| format!("cannot run {}: check the path", text::path(&path)))?;
-        let kind = kind(&path).unwrap_or(Kind::Unknown);
+        // What is no file may wait for a writer.
+        let kind = found.is_file().then(|| kind(&path)).flatten();
+        let kind = kind.unwrap_or(Kind::Unknown);
         ensure!(
             !matches!(kind, Kind::Model),
             "{} is a model: put the program before it, as in llama-server -m {}",
@@ -171,6 +159,31 @@ impl Kind {
                 }
             }
         }
+    }
+}
+
+/// Whether a program is this one, which starts others: it chooses what is on in them.
+pub fn is_ours(word: &OsStr) -> bool {
+    let path = resolve(word).ok().and_then(|path| path.canonicalize().ok());
+    path.is_some() && path == std::env::current_exe().ok()
+}
+
+/// Returns the path of a program, as a shell finds it.
+fn resolve(word: &OsStr) -> Result<PathBuf> {
+    match Path::new(word).components().count() {
+        0 => bail!("expected a command"),
+        1 => {
+            let all = std::env::var_os("PATH").unwrap_or_default();
+            let places = std::env::split_paths(&all).map(|place| place.join(word));
+            let mut runnable = places.filter(|path| is_executable(path));
+            runnable.next().with_context(|| {
+                format!(
+                    "{} is not in PATH: pass the path of the program, or install it",
+                    text::path(Path::new(word))
+                )
+            })
+        }
+        _ => Ok(PathBuf::from(word)),
     }
 }
 

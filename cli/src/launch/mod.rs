@@ -14,7 +14,6 @@
 //! | [`own_cache`] | the expert cache that llama.cpp has of its own |
 //! | [`session`] | programs without a terminal, and what they use |
 //! | [`child`] | processes |
-//! | [`inherited`] | limits and ignored signals that programs get as this one had them |
 //! | [`executable`] | ELF files |
 
 pub mod child;
@@ -23,7 +22,6 @@ pub mod doctor;
 pub mod executable;
 pub mod gains;
 pub mod hooks;
-pub mod inherited;
 pub mod journal;
 pub mod kept;
 pub mod limit;

@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::builder::{OsStringValueParser, TypedValueParser, ValueParser};
 use clap::{Arg, ArgAction, ArgMatches, CommandFactory, FromArgMatches, Parser};
 use sidecar_core::config::{
@@ -16,9 +16,10 @@ use sidecar_core::protocol::{Event, NoEffect};
 use sidecar_core::{summary, text, trace};
 
 use crate::control::{self, sockets};
+use crate::help;
 use crate::launch::child::{self, Group, NoThread};
 use crate::launch::crashes::Start;
-use crate::launch::executable::{Executable, ld_preload, preload_library};
+use crate::launch::executable::{Executable, is_ours, ld_preload, preload_library};
 use crate::launch::journal::{Events, JOURNAL, Journal};
 use crate::launch::limit::MemoryLimit;
 use crate::launch::{gains, own_cache, proof};
@@ -264,11 +265,7 @@ impl RunOptions {
         let words = ["run", "--quiet"].map(OsString::from).into_iter();
         let words = words.chain(flags.iter().map(OsString::from));
         let words = words.chain(["--".into()]).chain(command.iter().cloned());
-        let parsed = CommandLine::try_parse_from(words).map_err(|error| {
-            let text = error.to_string();
-            anyhow!("{}", text.lines().next().unwrap_or_default())
-        })?;
-        let mut options = parsed.options;
+        let mut options = help::parsed::<CommandLine>(words)?.options;
         // What is measured has these flags alone.
         options.none = true;
         ensure!(
@@ -676,10 +673,9 @@ fn variables(options: &RunOptions, preload: &Path) -> Vec<Setting> {
         && value_of(&all, CONTROL).is_none()
         && let Some(socket) = sockets::path_for(Path::new(&options.command[0]))
     {
-        let name = if is_controlled {
-            CONTROL
-        } else {
-            STREAM_SOCKET
+        let name = match is_controlled {
+            true => CONTROL,
+            false => STREAM_SOCKET,
         };
         all.push((name, socket.into()));
     }
@@ -688,13 +684,6 @@ fn variables(options: &RunOptions, preload: &Path) -> Vec<Setting> {
         all.push(("GGML_CUDA_REGISTER_HOST", "1".into()));
     }
     all
-}
-
-/// Whether a program is this one, which starts others: it chooses what is on in them.
-fn is_ours(word: &OsStr) -> bool {
-    let found = Executable::find(word).ok();
-    let path = found.and_then(|found| found.path.canonicalize().ok());
-    path.is_some() && path == std::env::current_exe().ok()
 }
 
 /// Returns a line about the first option of `run` among those of the program.

@@ -10,9 +10,9 @@ use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal
 use serde::Serialize;
 
 use super::child;
+use crate::inherited;
 use crate::interruption;
 pub use crate::interruption::stat_fields;
-use crate::launch::inherited;
 
 /// What processes used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
@@ -38,10 +38,10 @@ pub struct Session {
 impl Session {
     /// Starts a program.
     pub fn start(command: &mut Command) -> Result<Session> {
-        // SAFETY: system calls between fork and exec.
+        inherited::restore_in(command);
+        // SAFETY: two system calls between fork and exec.
         unsafe {
             command.pre_exec(|| {
-                inherited::restore();
                 setsid()?;
                 Ok(set_parent_process_death_signal(Some(Signal::KILL))?)
             });

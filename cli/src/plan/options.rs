@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 use sidecar_core::text;
 
-use crate::launch::executable::Executable;
+use crate::launch::executable::{Executable, is_ours};
 
 /// An option of llama.cpp, under the names of its programs and versions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,7 +61,7 @@ impl Known {
         let program = Executable::find(&words[0])?.path;
         let name = program.file_name().unwrap_or_default().to_string_lossy();
         ensure!(
-            name != "llama-sidecar",
+            !is_ours(&words[0]),
             "'plan' tries 'llama-sidecar run' itself: pass the program and its arguments alone"
         );
         ensure!(

@@ -188,9 +188,6 @@ fn search(options: &PruneOptions, model: &Model<'_>, given: Option<Vec<LayerMask
         options
             .search
             .session(&options.model, model.files, options.work.as_deref())?;
-    if let Some(check) = &options.search.check {
-        session.program.try_text(&options.model, check)?;
-    }
     let mut found = Found::default();
     let result = measure(&plan, model, &mut session, &mut found);
     // Whatever failed: the evaluations may have taken hours.

@@ -56,7 +56,7 @@ pub struct SearchOptions {
     ///
     /// They fit the first one. Exchanges that diverge more there are undone.
     #[arg(long, value_name = "FILE", requires = "text")]
-    pub check: Option<PathBuf>,
+    check: Option<PathBuf>,
     /// The order in which experts are tried.
     #[arg(
         long,
@@ -159,7 +159,7 @@ impl Found {
         let mut of_text = self.steps.iter().filter(|step| step.text == cut.text);
         let rounding = of_text.rfind(|step| !step.is_cut && step.what != NONE)?;
         let [rounding, kld] = [rounding, cut].map(|step| &step.statistics.kld);
-        (kld.mean <= rounding.mean || kld.is_equal_to(rounding)).then(|| {
+        kld.is_within(rounding).then(|| {
             "The divergence of the last line is within the errors of that of rounding alone: the evaluated tokens show no cost.".into()
         })
     }

@@ -36,7 +36,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use ggml_quantize::Ggml;
 use indicatif::ProgressBar;
@@ -49,7 +49,8 @@ use sidecar_core::text;
 use crate::evaluation::base::{self, Base};
 use crate::evaluation::program::{EvaluationOptions, Program};
 use crate::evaluation::session::check_files;
-use crate::output::{Outputs, check_distinct};
+use crate::help;
+use crate::output::{Outputs, beside, check_distinct};
 use crate::pruned::Mixture;
 use crate::sizes::{size, time};
 use candidate::{Candidate, Origin};
@@ -169,11 +170,7 @@ pub fn measure(words: impl IntoIterator<Item = OsString>, caller: &mut dyn Calle
         options: TuneOptions,
     }
     let words = std::iter::once("tune".into()).chain(words);
-    let parsed = CommandLine::try_parse_from(words).map_err(|error| {
-        let text = error.to_string();
-        anyhow!("{}", text.lines().next().unwrap_or_default())
-    })?;
-    run_for(&parsed.options, caller)
+    run_for(&help::parsed::<CommandLine>(words)?.options, caller)
 }
 
 fn run_for(options: &TuneOptions, caller: &mut dyn Caller) -> Result<()> {
@@ -460,11 +457,8 @@ impl Drop for Unused {
 }
 
 fn work_folder(options: &TuneOptions, model: &Model) -> PathBuf {
-    options.work.clone().unwrap_or_else(|| {
-        let mut path = model.path.as_os_str().to_owned();
-        path.push(".tune");
-        path.into()
-    })
+    let work = options.work.clone();
+    work.unwrap_or_else(|| beside(&model.path, ".tune"))
 }
 
 /// Returns everything that figures depend on, by the name that a message uses.

@@ -11,6 +11,7 @@ use super::results::{Recipe, Results};
 use super::sweep::Plan;
 use crate::interruption;
 use crate::sizes::size_text;
+use crate::space::used_in;
 
 /// Types of which a larger one is proposed.
 const PROPOSED: [&str; 6] = ["q3_K", "q4_K", "q5_0", "q5_K", "q6_K", "q8_0"];
@@ -76,16 +77,7 @@ pub fn of_unused(results: &Results<'_>, recipe: &Recipe<'_>) -> Option<String> {
 
 /// Returns the size of the work folder.
 pub fn of_folder(folder: &Path) -> String {
-    let files = [folder.to_owned(), folder.join("tensors")];
-    let entries = files
-        .iter()
-        .filter_map(|folder| folder.read_dir().ok())
-        .flatten();
-    let sizes = entries.flatten().filter_map(|entry| entry.metadata().ok());
-    let bytes: u64 = sizes
-        .filter(|found| found.is_file())
-        .map(|found| found.len())
-        .sum();
+    let bytes = used_in(folder) + used_in(&folder.join("tensors"));
     format!(
         "work folder: {}, {}: remove it when you need no further recipe",
         text::path(folder),

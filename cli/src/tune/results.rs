@@ -254,7 +254,7 @@ impl<'a> Results<'a> {
     }
 
     /// Returns the divergence that any change has: each group was measured with that of rounding, which a mix has once.
-    pub fn floor(&self) -> Figure {
+    fn floor(&self) -> Figure {
         let baseline = self.baseline.kld;
         let rounding = self.rounding.map_or(baseline, |of| of.kld);
         match rounding.mean > baseline.mean {

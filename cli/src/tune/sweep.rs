@@ -20,7 +20,7 @@ use crate::evaluation::program::{MASKS, Program, Running};
 use crate::evaluation::session::check_files;
 use crate::evaluation::statistics::Statistics;
 use crate::pruned::{Mixture, Pruned};
-use crate::space::Need;
+use crate::space::{Need, used_in};
 
 /// The key of the measurement without overlays.
 const BASELINE: &str = "baseline";
@@ -113,11 +113,7 @@ impl Plan<'_> {
     /// measurements.
     pub fn check_space(&self, output: Option<(&Path, u64)>) -> Result<()> {
         let tensors = self.folder.join("tensors");
-        let there: u64 = tensors.read_dir().map_or(0, |entries| {
-            let sizes = entries.flatten().filter_map(|entry| entry.metadata().ok());
-            sizes.map(|found| found.len()).sum()
-        });
-        let left = self.quantised_bytes().saturating_sub(there);
+        let left = self.quantised_bytes().saturating_sub(used_in(&tensors));
         let needs = Need::of(output.into_iter().chain([(&*tensors, left)]))?;
         needs.iter().try_for_each(Need::check)
     }

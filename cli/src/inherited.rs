@@ -1,6 +1,9 @@
 //! What this process was started with and has changed for itself: programs that it starts get it as it was.
 
+use std::io;
 use std::mem::MaybeUninit;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -29,20 +32,25 @@ static OPEN_FILES: OnceLock<Rlimit> = OnceLock::new();
 static NOTE: extern "C" fn() = note;
 
 extern "C" fn note() {
-    let ignored = SIGNALS.into_iter().filter(|signal| is_ignored(*signal));
+    let ignored = SIGNALS.into_iter().filter(|signal| ignores(*signal));
     let mask = ignored.fold(0, |mask, signal| mask | 1 << signal);
     IGNORED.store(mask, Ordering::SeqCst);
     // SAFETY: no other thread runs yet.
     unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
 }
 
-fn is_ignored(signal: libc::c_int) -> bool {
+fn ignores(signal: libc::c_int) -> bool {
     let mut found = MaybeUninit::<libc::sigaction>::zeroed();
     // SAFETY: the call fills what it points to, or fails.
     unsafe {
         libc::sigaction(signal, std::ptr::null(), found.as_mut_ptr()) == 0
             && found.assume_init().sa_sigaction == libc::SIG_IGN
     }
+}
+
+/// Whether a signal of [`SIGNALS`] was ignored when this process started.
+pub fn is_ignored(signal: libc::c_int) -> bool {
+    IGNORED.load(Ordering::SeqCst) >> signal & 1 == 1
 }
 
 /// Raises the limit of open files of this process: a model of more than 1,000 shards needs more than the usual limit.
@@ -56,14 +64,19 @@ pub fn raise_open_files() {
     let _ = setrlimit(Resource::Nofile, raised);
 }
 
-/// Restores it in a child. Makes system calls only: may be called between fork and exec.
-pub fn restore() {
-    let mask = IGNORED.load(Ordering::SeqCst);
-    for signal in SIGNALS.into_iter().filter(|signal| mask >> signal & 1 == 1) {
+/// Restores it in what a command starts.
+pub fn restore_in(command: &mut Command) {
+    // SAFETY: the function makes system calls only.
+    unsafe { command.pre_exec(restore) };
+}
+
+fn restore() -> io::Result<()> {
+    for signal in SIGNALS.into_iter().filter(|signal| is_ignored(*signal)) {
         // SAFETY: a system call that may be made between fork and exec.
         unsafe { libc::signal(signal, libc::SIG_IGN) };
     }
     if let Some(limit) = OPEN_FILES.get() {
         let _ = setrlimit(Resource::Nofile, *limit);
     }
+    Ok(())
 }
